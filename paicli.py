@@ -144,6 +144,13 @@ def one_line(text: str, limit: int = 200) -> str:
     return line if len(line) <= limit else line[:limit - 1] + "…"
 
 
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return "; did you mean X or Y?" for the names that look alike, else ""."""
+    import difflib                                        # slow to import, so only where needed
+    near = difflib.get_close_matches(name, list(names), 3, 0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
 def clip(text: str, limit: int) -> str:
     """Return the text with its middle left out, and that said, if it has over `limit` characters."""
     if len(text) <= limit:
@@ -509,12 +516,12 @@ def is_loopback(host: str) -> bool:
         or re.fullmatch(r"127(\.\d{1,3}){3}", host) is not None
 
 
-def basic_auth(url: urllib.parse.SplitResult) -> dict:
-    """-> {"Authorization": "Basic ..."} for a URL with a user name, else {}."""
-    if url.username is None:
+def proxy_login(proxy: urllib.parse.SplitResult) -> dict:
+    """-> {"Proxy-Authorization": "Basic ..."} for a proxy URL with a user name, else {}."""
+    if proxy.username is None:
         return {}
-    pair = ":".join(urllib.parse.unquote(part or "") for part in (url.username, url.password))
-    return {"Authorization": "Basic " + base64.b64encode(pair.encode("utf-8")).decode("ascii")}
+    pair = ":".join(urllib.parse.unquote(part or "") for part in (proxy.username, proxy.password))
+    return {"Proxy-Authorization": "Basic " + base64.b64encode(pair.encode("utf-8")).decode("ascii")}
 
 
 class HttpReply:
@@ -612,8 +619,9 @@ class Http:
         """
         cancel, route, connection = cancel or Cancel(), self.route(url), None
         host = route.url.hostname
-        headers = {"User-Agent": f"paicli/{__version__}", **basic_auth(route.url),
-                   **self._proxy_headers(route), **(headers or {})}
+        headers = {"User-Agent": f"paicli/{__version__}", **(headers or {})}
+        if route.proxy and route.url.scheme == "http":    # for https it goes with CONNECT
+            headers.update(proxy_login(route.proxy))
         try:
             connection, reply, sock = self._ask(route, method, body, headers, cancel, timeout_s)
             with cancel.on_set(lambda: _shut(sock)):
@@ -635,11 +643,6 @@ class Http:
             if connection:
                 connection.close()
 
-    def _proxy_headers(self, route):
-        if not route.proxy or route.url.scheme == "https":  # https: sent with CONNECT, see _connect
-            return {}
-        return {"Proxy-" + k: v for k, v in basic_auth(route.proxy).items()}
-
     def _ask(self, route, method, body, headers, cancel, timeout_s):
         """-> connection, reply, socket.  A kept connection that the server has closed meanwhile
         is replaced once: nothing was received, so nothing is done twice."""
@@ -648,42 +651,28 @@ class Http:
             connection = kept.pop() if kept else None
         if connection:
             try:
-                return self._exchange(connection, route, method, body, headers, cancel, timeout_s)
+                return _exchange(connection, route, method, body, headers, cancel, timeout_s)
             except (ConnectionError, http.client.BadStatusLine):
                 connection.close()
-        connection = Job("connect", self._connect, route, timeout_s).wait(cancel)
-        return self._exchange(connection, route, method, body, headers, cancel, timeout_s)
-
-    def _exchange(self, connection, route, method, body, headers, cancel, timeout_s):
-        sock = connection.sock
-        sock.settimeout(timeout_s)
-        try:
-            with cancel.on_set(lambda: _shut(sock)):
-                connection.request(method, route.target, body, headers)
-                return connection, connection.getresponse(), sock
-        except BaseException:
-            connection.close()
-            raise
+        connection = Job("connect", self._connect, route, min(timeout_s, CONNECT_TIMEOUT_S)).wait(cancel)
+        return _exchange(connection, route, method, body, headers, cancel, timeout_s)
 
     def _connect(self, route, timeout_s):
-        host, port = route.url.hostname, route.url.port
-        via = route.proxy or route.url
-        timeout_s = min(timeout_s, CONNECT_TIMEOUT_S)
-        if route.url.scheme == "https":
+        url, via = route.url, route.proxy or route.url
+        self.n_connections += 1
+        if url.scheme == "http":
+            connection = http.client.HTTPConnection(via.hostname, via.port or 80, timeout=timeout_s)
+        else:
             with self._lock:
                 if self._tls is None:
                     import ssl
                     self._tls = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(
-                via.hostname, via.port or (80 if route.proxy else 443), timeout=timeout_s,
-                context=self._tls)
+            port = via.port or (80 if route.proxy else 443)
+            connection = http.client.HTTPSConnection(via.hostname, port, timeout=timeout_s,
+                                                     context=self._tls)
             if route.proxy:
-                login = {"Proxy-" + k: v for k, v in basic_auth(route.proxy).items()}
-                connection.set_tunnel(host, port or 443, login)
-        else:
-            connection = http.client.HTTPConnection(via.hostname, via.port or 80, timeout=timeout_s)
+                connection.set_tunnel(url.hostname, url.port or 443, proxy_login(route.proxy))
         connection.connect()
-        self.n_connections += 1
         return connection
 
     def json(self, method: str, url: str, payload=None, headers: dict | None = None,
@@ -706,6 +695,18 @@ class Http:
 def json_bytes(value) -> bytes:
     """Return a value as UTF-8 JSON that any server can read: no lone surrogates."""
     return clean(json.dumps(value, ensure_ascii=False)).encode("utf-8")
+
+
+def _exchange(connection, route, method, body, headers, cancel, timeout_s):
+    sock = connection.sock
+    sock.settimeout(timeout_s)
+    try:
+        with cancel.on_set(lambda: _shut(sock)):
+            connection.request(method, route.target, body, headers)
+            return connection, connection.getresponse(), sock
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _shut(sock):
@@ -818,10 +819,9 @@ PROVIDERS = {
 CONTEXT_WINDOWS = (("glm-4.5", 131072), ("glm-5.1", 200000), ("glm-4.7-flash", 200000),
                    ("glm-5.2", 1048576), ("glm-5.3", 1000000), ("glm-", 204800),
                    ("deepseek-v4", 1000000))
-DEFAULT_CONTEXT_WINDOW = 128000
 
 NO_KEY_HELP = """No key for {name}, so no model can be asked.  One of these gets you going:
-  1. put {prefix}_API_KEY=... into the environment or into {home}
+  1. put {prefix}_API_KEY=... into the environment, ./.env or ~/.paicli/.env
   2. start Ollama on this machine, then: python paicli.py --model ollama{found}
   3. look around without a model: python paicli.py --demo"""
 
@@ -864,11 +864,11 @@ class Endpoint(NamedTuple):
     provider: Provider
     notice: str = ""                     # what the person should know about the choice
 
-    @property
-    def context_window(self) -> int:
-        """Tokens the model can read at once, as far as known."""
-        known = (n for start, n in CONTEXT_WINDOWS if self.model.split("/")[-1].startswith(start))
-        return next(known, DEFAULT_CONTEXT_WINDOW)
+
+def context_window(model: str) -> int:
+    """Return how many tokens a model can read at once, 0 if that is not known."""
+    name = model.split("/")[-1]
+    return next((n for start, n in CONTEXT_WINDOWS if name.startswith(start)), 0)
 
 
 def estimate_tokens(text: str) -> int:
@@ -1159,8 +1159,9 @@ class ChatModel:
     """An OpenAI-compatible server."""
 
     def __init__(self, http: Http, endpoint: Endpoint, on_trace: Callable | None = None,
-                 home: str = ""):
-        self.http, self.endpoint, self.on_trace, self.home = http, endpoint, on_trace, home
+                 window: int = 0):
+        self.http, self.endpoint, self.on_trace = http, endpoint, on_trace
+        self.window = window or context_window(endpoint.model)
 
     def reply(self, messages: list[dict], tools: list[dict],
               on_delta: Callable[[str, str], None], cancel: Cancel) -> Reply:
@@ -1208,8 +1209,9 @@ class ChatModel:
         if builder.finish in ("error", "network_error"):
             raise ModelError(f"{self.endpoint.name}: the model broke off", builder.finish, True)
         reply = builder.reply(prompt.decode("utf-8"))
-        if builder.finish == "model_context_window_exceeded":
-            raise model_error(400, {"code": "1261"}, self.endpoint)
+        is_silent = self.window and not reply.usage.is_estimate and reply.usage.input > self.window
+        if builder.finish == "model_context_window_exceeded" or is_silent:
+            raise model_error(400, {"code": "1261", "message": builder.finish}, self.endpoint)
         if self.on_trace:
             self.on_trace("reply", {**assistant_message(reply), "finish_reason": reply.finish,
                                     "usage": reply.usage._asdict()})
@@ -1256,7 +1258,6 @@ class ChatModel:
         found = find_ollama(self.http)
         return NO_KEY_HELP.format(
             name=self.endpoint.name, prefix=self.endpoint.provider.prefix,
-            home=os.path.join(self.home or "~/.paicli", ".env"),
             found=f":{found[0]}   (it runs here and has {', '.join(found[:5])})" if found else "")
 
 
@@ -1277,87 +1278,72 @@ class DemoModel:
     It knows tools only by name and sees only messages, like any model.
     """
 
-    CREATE = r"create an? (java|python|node) project (?:named |called )?([\w-]+)"
-    WRITE = r"in (\S+),? create (\w+)\.java that prints (.+)"
-    CHANGE = r"read (\S+\.java),? then change the output to (.+)"
-    RUN = r"go into (\S+),? compile and run (\w+)\.java"
-    HELLO = ("package com.example;\n\npublic class {0} {{\n"
-             "    public static void main(String[] args) {{\n"
-             "        System.out.println(\"{1}\");\n    }}\n}}\n")
-    HELP = ("I am the demo model: a few keyword rules, no intelligence. Try:\n"
-            "- create a java project demo\n"
-            "- in demo/src/main/java/com/example create Hello.java that prints Hello World\n"
-            "- read demo/src/main/java/com/example/Hello.java, then change the output to Hello PaiCLI\n"
-            "- go into demo, compile and run Hello.java\n- list .\n- read FILE")
+    HELP = """I am the demo model: a few keyword rules, no intelligence. Try:
+- create a java project demo
+- in demo/src/main/java/com/example create Hello.java that prints Hello World
+- read demo/src/main/java/com/example/Hello.java, then change the output to Hello PaiCLI
+- go into demo, compile and run Hello.java
+- list FOLDER
+- read FILE"""
+    JAVA = """package com.example;
+
+public class %s {
+    public static void main(String[] args) {
+        System.out.println("%s");
+    }
+}
+"""
+    # What is asked; the tool calls that do it, one a round, each with its arguments made from the
+    # match (m) and the last result (r); the sentence at the end.
+    RULES = (
+        (r"create an? (java|python|node) project (?:named |called )?([\w-]+)",
+         [("create_project", lambda m, r: {"name": m[2], "type": m[1].lower()})],
+         lambda m, r: f"The project {m[2]} is there." + (
+             " It has a Maven structure: pom.xml and src/main/java." if m[1].lower() == "java" else "")),
+        (r"in (\S+?),? create (\w+)\.java that prints (.+)",
+         [("write_file", lambda m, r: {"path": f"{m[1]}/{m[2]}.java",
+                                       "content": DemoModel.JAVA % (m[2], m[3])})],
+         lambda m, r: f"{m[1]}/{m[2]}.java is written. It prints {m[3]}."),
+        (r"read (\S+?),? then change the output to (.+)",
+         [("read_file", lambda m, r: {"path": m[1]}),
+          ("edit_file", lambda m, r: {
+              "path": m[1], "old_text": re.search(r'println\(.*\)|$', r)[0],
+              "new_text": f'println("{m[2]}")'})],
+         lambda m, r: f"{m[1]} prints {m[2]} now."),
+        (r"go into (\S+?),? compile and run (\w+)\.java",
+         [("execute_command", lambda m, r: {
+             "command": f"cd {m[1]} && javac -d target/classes src/main/java/com/example/{m[2]}.java"}),
+          ("execute_command", lambda m, r: {
+              "command": f"cd {m[1]} && java -cp target/classes com.example.{m[2]}"})],
+         lambda m, r: "It compiles and runs. Its output: " + r.partition("\n")[2].strip()),
+        (r"list\s*(\S*)", [("list_dir", lambda m, r: {"path": m[1] or "."})], lambda m, r: r),
+        (r"read (\S+)", [("read_file", lambda m, r: {"path": m[1]})], lambda m, r: r),
+    )
 
     def reply(self, messages: list[dict], tools: list[dict],
               on_delta: Callable[[str, str], None], cancel: Cancel) -> Reply:
         """Look at the last user message and the results since: the next tool call, or a sentence."""
         asked = max(i for i, m in enumerate(messages) if m["role"] == "user")
         results = [m["content"] for m in messages[asked + 1:] if m["role"] == "tool"]
-        text, call = self._next(messages[asked]["content"].strip(), results)
-        usage = Usage(sum(estimate_tokens(m["content"]) for m in messages), estimate_tokens(text),
-                      0, True)
+        text, calls = self._next(messages[asked]["content"].strip(), results, len(messages))
         for word in re.findall(r"\s*\S+\s*", text):
             cancel.check()
             on_delta("text", word)
-        if call is None:
-            return Reply(text, usage=usage)
-        name, arguments = call
-        arguments = json.dumps({**arguments, "reason": "the demo was asked to"})
-        return Reply(text, "", [ToolCall(f"demo_{len(messages)}", name, arguments)], usage, "tool_calls")
+        n_input = sum(estimate_tokens(m["content"]) for m in messages)
+        return Reply(text, "", calls, Usage(n_input, estimate_tokens(text), 0, True))
 
-    def _next(self, asked, results):
+    def _next(self, asked, results, n_messages):
         last = results[-1] if results else ""
-        for pattern, rule in ((self.CREATE, self._create), (self.WRITE, self._write),
-                              (self.CHANGE, self._change), (self.RUN, self._run),
-                              (r"(?:list|ls)\b\s*(\S*)", self._list), (r"read (\S+)", self._read)):
-            match = re.match(pattern, asked, re.I)
-            if match and (last.startswith("Error") or "exit code: 0" not in last
-                          and "exit code" in last):
-                return f"That did not work. {last}", None
+        for pattern, calls, sentence in self.RULES:
+            match = re.match(pattern, asked.rstrip("."), re.I)
+            if match and (last.startswith("Error") or re.search(r"exit code: [1-9]", last)):
+                return f"That did not work. {last}", []
+            if match and len(results) < len(calls):
+                name, arguments = calls[len(results)]
+                return "", [ToolCall(f"demo_{n_messages}", name, json.dumps(arguments(match, last)))]
             if match:
-                return rule(match, results, last)
-        return self.HELP, None
-
-    def _create(self, match, results, last):
-        if not results:
-            return "", ("create_project", {"type": match[1].lower(), "name": match[2]})
-        kind = {"java": "It has a Maven structure: pom.xml and src/main/java.",
-                "python": "It has pyproject.toml, a package and a test.",
-                "node": "It has package.json, index.js and a test."}[match[1].lower()]
-        return f"The project {match[2]} is there. {kind}", None
-
-    def _write(self, match, results, last):
-        path = f"{match[1].rstrip('/')}/{match[2]}.java"
-        if not results:
-            content = self.HELLO.format(match[2], match[3].strip(" .\"'"))
-            return "", ("write_file", {"path": path, "content": content})
-        return f"{path} is written; it prints {match[3].strip()}.", None
-
-    def _change(self, match, results, last):
-        if not results:
-            return "", ("read_file", {"path": match[1]})
-        printed = re.search(r'println\("(.*?)"\)', last)
-        if len(results) == 1 and printed:
-            return "", ("edit_file", {"path": match[1], "old_text": printed[0],
-                                      "new_text": f'println("{match[2].strip()}")'})
-        return (f"{match[1]} now prints {match[2].strip()}." if len(results) > 1
-                else "I found no println to change."), None
-
-    def _run(self, match, results, last):
-        source = f"src/main/java/com/example/{match[2]}.java"
-        commands = [f"cd {match[1]} && javac -encoding UTF-8 -d target/classes {source}",
-                    f"cd {match[1]} && java -cp target/classes com.example.{match[2]}"]
-        if len(results) < 2:
-            return "", ("execute_command", {"command": commands[len(results)]})
-        return "It compiles and runs. Output: " + last.partition("\n")[2].strip(), None
-
-    def _list(self, match, results, last):
-        return (last, None) if results else ("", ("list_dir", {"path": match[1] or "."}))
-
-    def _read(self, match, results, last):
-        return (last, None) if results else ("", ("read_file", {"path": match[1]}))
+                return sentence(match, last), []
+        return self.HELP, []
 
 
 # =============================================================================
@@ -1614,7 +1600,8 @@ class Toolbox:
             cancel.check()
             t = self._find(call.name.strip())
             arguments = parse_arguments(call.arguments)
-            reason = str(arguments.pop("reason", "")) if t.has_reason else ""
+            takes_reason = "reason" in t.parameters.get("properties", {})     # a tool's own argument
+            reason = "" if takes_reason else str(arguments.pop("reason", ""))
             arguments = check_value(t.parameters, arguments)
             self._on_event({"type": "call", "id": call.id, "tool": t.name, "reason": reason,
                             "arguments": self._masked(arguments)})
@@ -1646,10 +1633,8 @@ class Toolbox:
 
     def _find(self, name):
         if name not in self.tools:
-            import difflib                                # slow to import, so only where needed
-            near = difflib.get_close_matches(name, self.tools, 3, 0.5)
-            hint = f"did you mean {' or '.join(near)}? " if near else ""
-            raise ToolError(f"there is no tool {name!r}; {hint}the tools are {', '.join(self.tools)}")
+            raise ToolError(f"there is no tool {name!r}{did_you_mean(name, self.tools)}; the tools are "
+                            + ", ".join(self.tools))
         return self.tools[name]
 
 
@@ -1875,11 +1860,8 @@ class FileTools:
             raise ToolError(f"{path} {e}") from None
 
     def _near(self, real):
-        import difflib
         with contextlib.suppress(OSError):
-            near = difflib.get_close_matches(os.path.basename(real),
-                                             os.listdir(os.path.dirname(real)), 3)
-            return f"; there is {', '.join(near)}" if near else ""
+            return did_you_mean(os.path.basename(real), os.listdir(os.path.dirname(real)))
         return ", nor its folder"
 
     def _save(self, path, real, data):
@@ -2496,9 +2478,7 @@ def run_command(app, line: str) -> str:
     name, _, arguments = line.strip().partition(" ")
     table = commands()
     if name not in table:
-        import difflib
-        near = difflib.get_close_matches(name, table, 1, 0.5)
-        raise ConfigError(f"no command {name}; " + (f"did you mean {near[0]}?" if near else "see /help"))
+        raise ConfigError(f"no command {name}{did_you_mean(name, table) or '; see /help'}")
     return table[name].run(app, arguments.strip())
 
 
@@ -2678,63 +2658,50 @@ def fit(text: str, columns: int) -> str:
 # ---- drawing
 
 class Markdown:
-    """Styles streamed Markdown: headings, **bold**, `code`, fenced code.  Marks may be cut anywhere."""
-
-    _MARK = re.compile(r"(?m)^[ \t]*```[^\n]*|^#{1,6} [^\n]*|\*\*|`|\n")
+    """Styles streamed Markdown: headings, **bold**, `code`, fences.  A mark may arrive in pieces."""
 
     def __init__(self, style: Callable[[str, str], str]):
-        self._style, self._held = style, ""
-        self._line_start = True
-        self._on = {"fence": False, "bold": False, "code": False}
+        self._style, self._held = style, ""               # _held: the end of the text, not shown yet
+        self._has_begun = False          # part of the current line is shown
+        self._mode = ""                  # bold, code or fence
 
     def feed(self, text: str) -> str:
-        """Return what can be shown now; an unfinished mark is held back."""
-        text, self._held = self._held + text, ""
-        # Hold back what may still become a mark: a heading or fence until its line is whole.
-        start = text.rfind("\n") + 1
-        at_line_start = self._line_start if start == 0 else True
-        if at_line_start and re.match(r"[ \t]*(`{1,2}$|```|#{1,6}( |$)|$)", text[start:]):
-            text, self._held = text[:start], text[start:]
-        elif text.endswith("*") and not text.endswith("**"):
-            text, self._held = text[:-1], "*"
-        return self._styled(text)
+        """Return what can be shown now; what may still become a mark is held back."""
+        *lines, rest = (self._held + text).split("\n")
+        out = []
+        for line in lines:
+            out.append(self._show(line) + "\n")
+            self._has_begun = False
+            self._mode = self._mode if self._mode == "fence" else ""
+        may_be_mark = r"(?:.*[^*])?(\*)" if self._has_begun else r"(\s*(?:[#`*].*)?)|.*[^*](\*)"
+        match = re.fullmatch(may_be_mark, rest)
+        n_held = len(match[match.lastindex]) if match else 0
+        self._held = rest[len(rest) - n_held:]
+        return "".join(out) + self._show(rest[:len(rest) - n_held])
 
     def end(self) -> str:
         """Return what was held back."""
         text, self._held = self._held, ""
-        return self._styled(text)
+        return self._show(text)
 
-    def _styled(self, text):
-        out, at = [], 0
-        for match in self._MARK.finditer(text):
-            out.append(self._plain(text[at:match.start()]))
-            out.append(self._mark(match[0], match.start() > 0 or self._line_start))
-            at = match.end()
-        out.append(self._plain(text[at:]))
-        if text:
-            self._line_start = text.endswith("\n")
-        return "".join(out)
-
-    def _mark(self, mark, may_be_line_mark):
-        on = self._on
-        if mark.lstrip().startswith("```") and may_be_line_mark:
-            on["fence"] = not on["fence"]
-            return self._style("dim", mark)
-        if mark == "\n":
-            on["bold"] = on["code"] = False
-            return mark
-        if on["fence"] or mark == "**" and on["code"] or not may_be_line_mark and mark[0] == "#":
-            return self._plain(mark)
-        if mark[0] == "#":
-            return self._style("bold", mark.lstrip("# "))
-        kind = "bold" if mark == "**" else "code"
-        on[kind] = not on[kind]
-        return ""
-
-    def _plain(self, text):
-        if self._on["fence"] or self._on["code"]:
+    def _show(self, text):
+        is_line_start, self._has_begun = not self._has_begun, self._has_begun or bool(text)
+        if is_line_start and text.lstrip().startswith("```"):
+            self._mode = "" if self._mode == "fence" else "fence"
+            return self._style("dim", text)
+        if self._mode == "fence":
             return self._style("cyan", text)
-        return self._style("bold", text) if self._on["bold"] else text
+        if is_line_start and re.match(r"#{1,6} ", text):
+            return self._style("bold", text.lstrip("# "))
+        out = []
+        for piece in re.split(r"(\*\*|`)", text):
+            mode = {"**": "bold", "`": "code"}.get(piece)
+            if mode and self._mode in ("", mode):
+                self._mode = "" if self._mode == mode else mode
+            else:
+                style = {"bold": "bold", "code": "cyan"}.get(self._mode)
+                out.append(self._style(style, piece) if style else piece)
+        return "".join(out)
 
 
 class Screen:
@@ -3012,7 +2979,8 @@ class App:
             if self.trace:
                 self.events.put({"type": "trace", "kind": kind,
                                  "body": json.loads(self.mask(json.dumps(body)))})
-        self.agent.model = ChatModel(self.http, endpoint, on_trace, self.config.home)
+        self.agent.model = ChatModel(self.http, endpoint, on_trace,
+                                     self.config.context_window)
         return endpoint.notice
 
     def close(self) -> None:
