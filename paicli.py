@@ -231,8 +231,8 @@ class Job:
     """A function running on a thread of its own; wait() gives its value or raises its error."""
 
     def __init__(self, name: str, function: Callable, *arguments):
-        self._wake = threading.Event()
-        self._outcome = None             # (value, error), once it has ended
+        self._end = Cancel()             # set when it has ended
+        self._outcome = None             # (value, error), from then on
         # A daemon, because some calls (a DNS query, say) can't be interrupted, only left behind.
         threading.Thread(target=self._run, args=(function, arguments), name=name,
                          daemon=True).start()
@@ -242,15 +242,15 @@ class Job:
             self._outcome = (function(*arguments), None)
         except Exception as e:           # border: thread entry; wait() raises it again
             self._outcome = (None, e)
-        self._wake.set()
+        self._end.set()
 
     def wait(self, cancel: Cancel | None = None, timeout_s: float | None = None):
         """Return the function's value.  Raises its error, Cancelled at once, or TimeoutError."""
-        with (cancel or Cancel()).on_set(self._wake.set):
-            self._wake.wait(timeout_s)
+        cancel, wake = cancel or Cancel(), threading.Event()
+        with self._end.on_set(wake.set), cancel.on_set(wake.set):
+            wake.wait(timeout_s)
         if self._outcome is None:
-            if cancel:
-                cancel.check()
+            cancel.check()
             raise TimeoutError("still running")
         value, error = self._outcome
         if error:
@@ -532,7 +532,10 @@ class HttpReply:
 
     def read(self, max_bytes: int = 64 << 20) -> bytes:
         """Return the body, at most `max_bytes` of it."""
-        return self._reply.read(max_bytes)
+        data = self._reply.read(max_bytes)
+        if len(data) < max_bytes and self._reply.length:  # http.client keeps quiet about this
+            raise http.client.IncompleteRead(data, self._reply.length)
+        return data
 
     def json(self):
         """Return the body as JSON.  Raises HttpError that shows what came instead."""
@@ -617,7 +620,7 @@ class Http:
         `timeout_s` bounds the silence between two bytes.  Raises HttpError for a status of 300 or
         more and (status 0) when there is no answer or it breaks off, Cancelled at once.
         """
-        cancel, route, connection = cancel or Cancel(), self.route(url), None
+        cancel, route, connection, reply = cancel or Cancel(), self.route(url), None, None
         host = route.url.hostname
         headers = {"User-Agent": f"paicli/{__version__}", **(headers or {})}
         if route.proxy and route.url.scheme == "http":    # for https it goes with CONNECT
@@ -632,7 +635,8 @@ class Http:
                     raise HttpError(reply.status, text, host, _retry_after_s(reply.headers))
                 yield HttpReply(reply, host)
                 _drain(reply, sock)
-            if reply.isclosed() and connection.sock and not cancel.is_set():
+            cancel.check()                                # a shut socket looks like an end
+            if reply.isclosed() and connection.sock:
                 with self._lock:
                     self._idle.setdefault(route.key, []).append(connection)
                 connection = None
@@ -642,6 +646,8 @@ class Http:
         finally:
             if connection:
                 connection.close()
+            if reply:
+                reply.close()
 
     def _ask(self, route, method, body, headers, cancel, timeout_s):
         """-> connection, reply, socket.  A kept connection that the server has closed meanwhile
@@ -2463,12 +2469,12 @@ class Command(NamedTuple):
 def commands() -> dict[str, Command]:
     """Return the table: name -> Command."""
     return {
-        "/help": Command(help_text, "/help", "this list"),
-        "/clear": Command(clear, "/clear", "start a new conversation"),
-        "/model": Command(model, "/model [NAME]", "show the models, or use PROVIDER[:MODEL] or URL#MODEL"),
-        "/level": Command(level, "/level [N]", "what runs unasked: 1 reads, 2 writes, 3 commands"),
-        "/tools": Command(tools, "/tools [reload]", "list the tools, or load tools.py and tools.json again"),
-        "/trace": Command(trace, "/trace [on|off]", "show each request and reply, for learners"),
+        "/help": Command(show_help, "/help", "this list"),
+        "/clear": Command(clear_history, "/clear", "start a new conversation"),
+        "/model": Command(choose_model, "/model [NAME]", "show the models, or use PROVIDER[:MODEL] or URL#MODEL"),
+        "/level": Command(choose_level, "/level [N]", "what runs unasked: 1 reads, 2 writes, 3 commands"),
+        "/tools": Command(list_tools, "/tools [reload]", "list the tools, or load tools.py and tools.json again"),
+        "/trace": Command(switch_trace, "/trace [on|off]", "show each request and reply, for learners"),
         "/exit": Command(leave, "/exit", "leave; so does Ctrl-D"),
     }
 
@@ -2482,14 +2488,14 @@ def run_command(app, line: str) -> str:
     return table[name].run(app, arguments.strip())
 
 
-def help_text(app, arguments: str) -> str:
+def show_help(app, arguments: str) -> str:
     """List the commands."""
     lines = [f"  {c.usage:16} {c.help}" for c in commands().values()]
     return "\n".join(["Commands:", *lines, "Type a question or a task. @path puts a file into the message; "
                       '""" begins and ends a text of several lines; Ctrl-C stops a turn.'])
 
 
-def clear(app, arguments: str) -> str:
+def clear_history(app, arguments: str) -> str:
     """Forget the conversation."""
     app.agent.memory.clear()
     return "🗑️ Conversation history cleared."
@@ -2501,7 +2507,7 @@ def leave(app, arguments: str) -> str:
     return "Bye."
 
 
-def model(app, arguments: str) -> str:
+def choose_model(app, arguments: str) -> str:
     """Show the providers, or change the model."""
     if arguments:
         app.use_model(arguments)
@@ -2515,7 +2521,7 @@ def model(app, arguments: str) -> str:
     return "\n".join([f"Model: {now}. Change it: /model PROVIDER[:MODEL] or /model URL#MODEL", *lines])
 
 
-def level(app, arguments: str) -> str:
+def choose_level(app, arguments: str) -> str:
     """Show or change what runs without asking."""
     if arguments:
         if arguments not in ("1", "2", "3"):
@@ -2524,14 +2530,14 @@ def level(app, arguments: str) -> str:
     return f"Level {app.approver.level}: runs unasked up to {LEVELS[app.approver.level]}; the rest is asked."
 
 
-def tools(app, arguments: str) -> str:
+def list_tools(app, arguments: str) -> str:
     """List the tools, after loading the person's own again if asked to."""
     said = load_plugins(app) if arguments == "reload" else []
     return "\n".join([f"  {t.level} {t.name:16} {one_line(t.description, 90)}"
                       for t in app.agent.toolbox.tools.values()] + said)
 
 
-def trace(app, arguments: str) -> str:
+def switch_trace(app, arguments: str) -> str:
     """Turn the showing of requests and replies on or off."""
     app.trace = {"on": True, "off": False}.get(arguments, not app.trace)
     return f"Trace is {'on' if app.trace else 'off'}."
@@ -3077,7 +3083,7 @@ def complain(app: App, text: str) -> None:
 
 def repl(app: App, screen: Screen, notices: list[str]) -> int:
     """Read, do, repeat, until the person leaves; return the exit code."""
-    print(BANNER + TIPS + "\n" + model(app, "").split("\n")[0])
+    print(BANNER + TIPS + "\n" + choose_model(app, "").split("\n")[0])
     for notice in notices:
         complain(app, notice)
     prompt = Prompt(os.path.join(app.config.home, "history"), commands(), app.config.cwd)
@@ -3131,7 +3137,7 @@ def piped_text(wait_s: float | None) -> str:
     return (first + pipe.read()).decode("utf-8", "replace").strip()
 
 
-def run(config: Config) -> int:
+def start(config: Config) -> int:
     """Do what the command line asks for; return the exit code."""
     is_person = is_terminal(sys.stdin)
     words, is_command = " ".join(config.words), config.words[:1] and config.words[0].startswith("/")
@@ -3177,7 +3183,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"paicli {__version__}" if config.show == "version"
                   else HELP.format(providers=", ".join(PROVIDERS)))
             return 0
-        code = run(config)
+        code = start(config)
         sys.stdout.flush()
         return code
     except ConfigError as e:
