@@ -2718,7 +2718,7 @@ class Screen:
         self.streams = streams           # show the answer while it comes; else once, when done
         self.is_live = err.isatty() and not config.is_dumb
         self._has_color = self.is_live and config.color
-        self._markdown = Markdown(self.style if out.isatty() else lambda name, text: text)
+        self._markdown = Markdown(self.style) if self._has_color and out.isatty() else None
         self._activity, self._since = "", 0.0             # what is waited for
         self._spinner_is_drawn = False
         self._kind = ""                  # of the delta whose line is still open
@@ -2761,15 +2761,16 @@ class Screen:
             self.err.flush()
             self._spinner_is_drawn = False
         if self._kind:
-            self.out.write((self._markdown.end() if self._kind == "text" else "") + "\n")
+            is_marked = self._kind == "text" and self._markdown
+            self.out.write((self._markdown.end() if is_marked else "") + "\n")
             self.out.flush()
             self._kind = ""
 
     def answer(self, text: str) -> None:
         """Write a whole answer."""
         self.settle()
-        text = visible(text)
-        self.out.write(self._markdown.feed(text.rstrip("\n") + "\n") + self._markdown.end())
+        text = visible(text).rstrip("\n") + "\n"
+        self.out.write(self._markdown.feed(text) if self._markdown else text)
         self.out.flush()
 
     def _waiting(self, activity):
@@ -2787,7 +2788,11 @@ class Screen:
             self._kind = event["kind"]
             self.out.write("🤖 Agent: " if self._kind == "text" else "")
         text = visible(event["text"])
-        self.out.write(self._markdown.feed(text) if self._kind == "text" else self.style("dim", text))
+        if self._kind == "reasoning":
+            text = self.style("dim", text)
+        elif self._markdown:
+            text = self._markdown.feed(text)
+        self.out.write(text)
         self.out.flush()
 
     def _on_call(self, event):

@@ -1013,3 +1013,960 @@ class TestModel(Case):
         self.assertIn("did not work", model.reply(failed, [], lambda kind, text: None, paicli.Cancel()).text)
         helped = model.reply([{"role": "user", "content": "hello"}], [], lambda kind, text: None, paicli.Cancel())
         self.assertIn("no intelligence", helped.text)
+
+
+# ---- 4 ---------------------------------------------------------------------------------------------
+
+class TestTools(Case):
+    """Section 4.  Two stars of three."""
+
+    def box(self, *tools, decide=allow, **options):
+        self.events = []
+        box = paicli.Toolbox(decide, self.events.append, **options)
+        box.add(tools)
+        return box
+
+    def echo(self, name="echo", level=1, run=lambda arguments, cancel: json.dumps(arguments), **properties):
+        parameters = {"type": "object", "properties": properties or {"text": {"type": "string"}}, "additionalProperties": False}
+        return paicli.Tool(name, "Echo.", parameters, run, level)
+
+    def run_one(self, box, *args):
+        return box.run_all([call(*args)], paicli.Cancel())[0]
+
+    def test_a_function_becomes_a_tool(self):
+        @paicli.tool(2)
+        def add(a: int, b: "float" = 1.5, *, c=0) -> str:
+            """Add two numbers.
+            Carefully: as Euclid did.
+
+            a: the first
+            """
+            return a + b
+
+        class Source:
+            other, added = 5, staticmethod(add)
+        found, = paicli.tools_in(Source())
+        self.assertEqual(("add", "Add two numbers.\nCarefully: as Euclid did.", 2), (found.name, found.description, found.level))
+        self.assertEqual({"type": "object", "required": ["a"], "additionalProperties": False, "properties": {
+            "a": {"type": "integer", "description": "the first"}, "b": {"type": "number"}}}, found.parameters)
+        self.assertEqual(4.5, found.run({"a": 3}, paicli.Cancel()))
+
+    def test_a_method_gets_the_cancel_it_asks_for_and_tools_keep_their_order(self):
+        class Source:
+            @paicli.tool(1)
+            def zeta(self, cancel):
+                return cancel
+
+            @paicli.tool(3)
+            def alpha(self):
+                return self
+        source, cancel = Source(), paicli.Cancel()
+        zeta, alpha = paicli.tools_in(source)
+        self.assertEqual(("zeta", "alpha", cancel, source), (zeta.name, alpha.name, zeta.run({}, cancel), alpha.run({}, cancel)))
+        self.assertEqual({}, zeta.parameters["properties"])
+
+    def test_type_hints_become_schemas(self):
+        for hint, schema in (("int", {"type": "integer"}), (float, {"type": "number"}), ("bool", {"type": "boolean"}),
+                             ("list[str]", {"type": "array", "items": {"type": "string"}}), (list, {"type": "array"}),
+                             (list[int], {"type": "array", "items": {"type": "integer"}}), ("dict", {"type": "object"}),
+                             ("str | None", {"type": "string"}), ("typing.Optional[int]", {"type": "integer"}),
+                             ("Literal['a', 'b']", {"type": "string", "enum": ["a", "b"]}), ("Anything", {"type": "string"})):
+            self.assertEqual(schema, paicli.schema_of(hint), hint)
+
+    def test_the_model_is_told_name_schema_and_to_give_a_reason(self):
+        plain = self.echo().schema
+        self.assertEqual(("function", "echo", "Echo."), (plain["type"], plain["function"]["name"], plain["function"]["description"]))
+        reasoned = self.echo()._replace(has_reason=True).schema["function"]["parameters"]
+        self.assertEqual((["text", "reason"], ["reason"]), (list(reasoned["properties"]), reasoned["required"]))
+        self.assertEqual(["text"], list(plain["function"]["parameters"]["properties"]))
+
+    def test_values_are_coerced_by_the_schema_and_nothing_else(self):
+        for schema, value, good in (("integer", "10", 10), ("integer", 3.0, 3), ("number", "1.5", 1.5), ("boolean", "True", True),
+                                    ("boolean", "false", False), ("array", "[1]", [1]), ("object", '{"a": 1}', {"a": 1}),
+                                    ("string", "10", "10"), (["string", "null"], None, None), (["integer", "string"], "5", "5")):
+            self.assertEqual(good, paicli.check_value({"type": schema}, value), value)
+        for schema, value in (("integer", "1.5"), ("integer", True), ("string", 5), ("boolean", "yes"), ("array", "[1"), ("number", "x")):
+            self.raises(paicli.ToolError, "should be of type", paicli.check_value, {"type": schema}, value)
+
+    def test_what_breaks_the_schema_is_named_by_its_field(self):
+        schema = {"type": "object", "required": ["path"], "additionalProperties": False, "properties": {
+            "path": {"type": "string"}, "mode": {"enum": ["r", "w"]}, "n": {"type": "integer", "minimum": 1, "maximum": 9},
+            "list": {"type": "array", "items": {"type": "object", "properties": {"x": {"type": "integer"}}}},
+            "any": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "ref": {"$ref": "#/x"}, "word": {"pattern": "^a", "maxLength": 2}}}
+        good = {"path": "a", "mode": "r", "n": "5", "list": '[{"x": "1"}]', "any": None, "ref": [1], "word": "ab"}
+        self.assertEqual({**good, "n": 5, "list": [{"x": 1}], "any": None}, {"any": None, **paicli.check_value(schema, good)})
+        for change, said in (({"path": None}, "path should be of type string"), ({"mode": "x"}, 'mode should be one of \\["r", "w"\\], not "x"'),
+                             ({"n": 0}, "n: 0 breaks minimum 1"), ({"n": 10}, "maximum"), ({"list": [{"x": "y"}]}, r"list\[0\].x should be"),
+                             ({"any": "x"}, "any should be"), ({"word": "b"}, "pattern"), ({"word": "abc"}, "maxLength"),
+                             ({"nope": 1}, "unknown: nope; there are path, mode")):
+            self.raises(paicli.ToolError, said, paicli.check_value, schema, {**good, **change})
+        self.raises(paicli.ToolError, "missing: path", paicli.check_value, schema, {})
+        self.assertEqual({"path": "a"}, paicli.check_value(schema, {"path": "a", "n": None}))
+
+    def test_a_call_runs_and_its_result_tells_which_call_it_answers(self):
+        result = self.run_one(self.box(self.echo()), "echo", {"text": "hi"})
+        self.assertEqual(({"role": "tool", "tool_call_id": "c1", "content": '{"text": "hi"}'}, True), (result.message, result.ok))
+        self.assertEqual(["call", "result"], [e["type"] for e in self.events])
+        self.assertEqual(("echo", {"text": "hi"}, True, '{"text": "hi"}'), tuple(self.events[1][k] for k in ("tool", "arguments", "ok", "text")))
+
+    def test_every_failure_is_a_result_the_model_can_act_on(self):
+        def bug(arguments, cancel):
+            raise ZeroDivisionError("oops")
+        box = self.box(self.echo(n={"type": "integer"}), self.echo("read_file"), self.echo("bug", run=bug))
+        for name, arguments, said in (("echo", {"n": "x"}, "n should be of type integer"), ("echo", '{"n": 1', "cut off"),
+                                      ("readfile", {}, "did you mean read_file"), ("", {}, "the tools are echo, read_file"),
+                                      ("bug", {}, "ZeroDivisionError: oops"), ("google:read_file", {}, "read_file")):
+            result = self.run_one(box, name, arguments)
+            self.assertRegex(result.text, "^Error: .*" + said)
+            self.assertFalse(result.ok)
+        self.assertTrue(self.run_one(box, " read_file ", "").ok)
+
+    def test_a_denied_or_edited_call_still_gets_its_result(self):
+        ran = []
+        tool = self.echo(run=lambda arguments, cancel: ran.append(arguments) or "ran")
+        deny = lambda *args: paicli.Decision("deny", "rule 7")
+        self.assertEqual(("Error: not allowed: rule 7", False), self.run_one(self.box(tool, decide=deny), "echo")[1:])
+        edit = lambda *args: paicli.Decision("edit", "", {"text": "safe"})
+        self.assertEqual("ran", self.run_one(self.box(tool, decide=edit), "echo", {"text": "rm"}).text)
+        self.assertEqual([{"text": "safe"}], ran)
+
+    def test_the_reason_is_shown_and_not_passed_on(self):
+        asked = []
+        decide = lambda tool, arguments, reason, cancel: asked.append(reason) or paicli.Decision("allow")
+        box = self.box(self.echo()._replace(has_reason=True), self.echo("own", reason={"type": "string"}), decide=decide)
+        self.assertEqual('{"text": "x"}', self.run_one(box, "echo", {"text": "x", "reason": "because"}).text)
+        self.assertEqual("{}", self.run_one(box, "echo", {}).text)               # tolerated when absent
+        self.assertEqual('{"reason": "mine"}', self.run_one(box, "own", {"reason": "mine"}).text)
+        self.assertEqual(["because", "", ""], asked)
+        self.assertEqual("because", self.events[0]["reason"])
+
+    def test_reads_run_in_parallel_the_rest_in_order_and_results_keep_the_order(self):
+        barrier, log = threading.Barrier(2, timeout=5), []
+        read = self.echo("read", run=lambda a, c: (barrier.wait(), "read")[1])
+        write = self.echo("write", 2, run=lambda a, c: log.append(a["text"]) or "wrote " + a["text"])
+        calls = [call("read"), call("read"), call("write", {"text": "1"}), call("write", {"text": "2"}), call("read"), call("read")]
+        results = self.box(read, write).run_all(calls, paicli.Cancel())
+        self.assertEqual(["read", "read", "wrote 1", "wrote 2", "read", "read"], [r.text for r in results])
+        self.assertEqual(["1", "2"], log)
+
+    def test_after_a_cancel_the_other_calls_are_answered_but_not_run(self):
+        cancel, ran = paicli.Cancel(), []
+        box = self.box(self.echo(level=3, run=lambda a, c: ran.append(1) or c.set("by Ctrl-C") or "done"))
+        results = box.run_all([call("echo"), call("echo")], cancel)
+        self.assertEqual((["done", "Error: cancelled, by Ctrl-C"], [1]), ([r.text for r in results], ran))
+
+    def test_results_are_masked_clipped_and_valid_text(self):
+        box = self.box(self.echo(run=lambda a, c: a["text"]), mask=lambda t: t.replace("KEY", "***"))
+        for text, seen in (("my KEY", "my ***"), ("caf\udce9", "caf\ufffd"), ("", "(no output)")):
+            self.assertEqual(seen, self.run_one(box, "echo", {"text": text}).text)
+        self.assertNotIn("KEY", json.dumps(self.events))
+        self.assertLess(len(self.run_one(box, "echo", {"text": "x" * 500000}).text), paicli.MAX_RESULT_CHARS + 100)
+
+    def test_calls_can_be_refused_as_a_whole(self):
+        results = self.box(self.echo()).refuse_all([call("echo"), call("x", "", "c2")], "cut off")
+        self.assertEqual([("c1", "Error: cut off"), ("c2", "Error: cut off")], [(r.call.id, r.text) for r in results])
+        self.assertEqual(["result", "result"], [e["type"] for e in self.events])
+
+    def test_tools_come_and_go_but_never_shadow_each_other(self):
+        box = self.box(self.echo("a"), self.echo("b"))
+        self.raises(paicli.ConfigError, "already a tool named a", box.add, [self.echo("a")])
+        box.remove(["a", "unknown"])
+        self.assertEqual(["b"], [s["function"]["name"] for s in box.schemas()])
+
+    def test_a_python_file_gives_its_marked_functions(self):
+        path = self.write("tools.py", "from paicli import tool, ToolError\n\n@tool(1)\ndef double(n: int):\n    '''Double.'''\n"
+                                      "    if n > 9: raise ToolError('too big')\n    return str(2 * n)\n")
+        box = self.box(*paicli.tools_from_module(path), *[])
+        self.assertEqual(["42"[:1] + "", "Error: too big"], [self.run_one(box, "double", {"n": n}).text for n in (2, 10)])
+        self.assertEqual(3, paicli.tools_from_module(path, level_at_least=3)[0].level)
+        for code, said in (("1 / 0", "ZeroDivisionError"), ("def f(:", "SyntaxError"), ("import nothing_like_it", "ModuleNotFound")):
+            self.raises(paicli.ConfigError, said, paicli.tools_from_module, self.write("bad.py", code))
+
+    def from_json(self, *entries):
+        path = self.write("tools.json", json.dumps(entries))
+        return self.box(*paicli.tools_from_json(path, lambda argv, cancel: json.dumps(argv), self.http()))
+
+    def test_a_json_file_gives_commands_without_a_shell(self):
+        box = self.from_json({"name": "count", "description": "Count.", "command": ["wc", "-{mode}", "{path}", "{other}", '{"a": 1}'],
+                              "parameters": {"type": "object", "properties": {"path": {"type": "string"}, "mode": {"enum": ["w"]}}}})
+        text = self.run_one(box, "count", {"path": "a b; rm -rf / {mode}", "mode": "w"}).text
+        self.assertEqual(["wc", "-w", "a b; rm -rf / {mode}", "{other}", '{"a": 1}'], json.loads(text))
+        self.assertEqual(3, box.tools["count"].level)
+
+    def test_a_json_file_gives_requests_and_parts_of_their_answers(self):
+        server = self.server(refuses(200, {"results": [{"joke": "Why?"}]}), refuses(200, {"n": 5}), refuses(200, {"x": 1}))
+        word = {"type": "object", "properties": {"term": {"type": "string"}}, "required": ["term"]}
+        box = self.from_json(
+            {"name": "joke", "description": "Joke.", "level": 1, "parameters": word, "result": "results.0.joke",
+             "request": {"url": server.url + "/search?term={term}", "headers": {"Accept": "application/json"}}},
+            {"name": "post", "description": "Post.", "parameters": word, "request": {"url": server.url, "json": {"q": ["{term}", 1]}}})
+        self.assertEqual("Why?", self.run_one(box, "joke", {"term": "a&b=c/ä"}).text)
+        self.assertEqual('{"n": 5}', self.run_one(box, "post", {"term": 'x"y'}).text)
+        self.assertRegex(self.run_one(box, "joke", {"term": "z"}).text, "has no results.0.joke")
+        self.assertEqual(["/search?term=a%26b%3Dc%2F%C3%A4", {"q": ['x"y', 1]}], [server.requests[0]["path"], server.requests[1]["body"]])
+        self.assertEqual((1, "POST"), (box.tools["joke"].level, server.requests[1]["method"]))
+
+    def test_a_wrong_json_file_is_named_with_its_entry(self):
+        good = {"name": "a", "description": "d", "command": ["x"]}
+        for change, said in (({"name": "a b"}, "a b"), ({"command": "rm -rf"}, "list"), ({"request": {}}, "either"), ({"level": 9}, "level")):
+            self.raises(paicli.ConfigError, r"tools.json was not loaded: .*" + said, self.from_json, {**good, **change})
+        self.raises(paicli.ConfigError, "line 1", paicli.tools_from_json, self.write("t.json", "[{,"), None, None)
+
+
+# ---- 5 ---------------------------------------------------------------------------------------------
+
+class TestBuiltInTools(Case):
+    """Section 5.  Two stars of three."""
+
+    def setUp(self):
+        super().setUp()
+        self.workspace = paicli.Workspace(self.folder)
+        self.files = paicli.FileTools(self.workspace)
+        self.spool = self.stack.enter_context(tempfile.TemporaryDirectory())
+        self.shell = paicli.ShellTools(self.workspace, os.path.join(self.spool, "out"), 20)
+        self.stack.callback(self.shell.close)
+
+    def python(self, code):
+        """A command line that runs Python code, on any system."""
+        return f'"{sys.executable}" -c "{code}"'
+
+    def test_a_file_is_written_and_read(self):
+        self.assertEqual("File written: a/b.txt (6 bytes)", self.files.write_file("a/b.txt", "x\ny\nz\n"))
+        self.assertEqual("File content:\nx\ny\nz", self.files.read_file("a/b.txt"))
+        self.assertEqual("File content (lines 2 to 3 of 3):\n2\ty\n3\tz", self.files.read_file("a/b.txt", 2, 9, True))
+        self.assertEqual("The file is empty.", self.files.read_file(self.write("empty", "")))
+        self.raises(paicli.ToolError, "only 3 lines", self.files.read_file, "a/b.txt", 9)
+        self.raises(paicli.ToolError, "there is no file a/c.txt; did you mean b.txt", self.files.read_file, "a/c.txt")
+
+    def test_a_long_file_is_read_in_parts(self):
+        self.write("long.txt", "".join(f"{n}\n" for n in range(1, 5001)))
+        text = self.files.read_file("long.txt")
+        self.assertRegex(text, r"^File content \(lines 1 to 2000 of 5000\):\n1\n2\n")
+        self.assertTrue(text.endswith("\n2000"))
+
+    def test_the_fence_holds_through_dots_and_links(self):
+        outside = self.stack.enter_context(tempfile.TemporaryDirectory())
+        for path in ("../x", "a/../../x", os.path.join(outside, "x"), "~/x", os.path.dirname(self.folder), self.folder + "-twin/x"):
+            self.raises(paicli.ToolError, "outside the workspace", self.workspace.resolve, path)
+        self.assertEqual(self.path("b"), self.workspace.resolve("a/../b"))
+        self.assertEqual(["b/c", "/else"], [self.workspace.show(self.path("b/c")), self.workspace.show("/else")])
+        self.assertEqual(os.path.realpath(outside), paicli.Workspace(self.folder, [outside]).resolve(outside))
+        if POSIX:
+            os.symlink(outside, self.path("link"))
+            self.raises(paicli.ToolError, "outside", self.files.write_file, "link/x", "evil")
+            self.assertEqual([], os.listdir(outside))
+
+    def test_paths_that_must_not_be_looked_at(self):
+        for path in (r"\\evil\share\x", r"\\?\C:\x", r"\??\UNC\evil\share", "", "a\0b"):
+            self.assertTrue(paicli.path_trap(path, windows=False), path)
+        for path in ("nul", "CON.txt", "a/com1", "C:relative", "file.txt:stream", "name. ", "x."):
+            self.assertTrue(paicli.path_trap(path, windows=True), path)
+            self.assertFalse(paicli.path_trap(path, windows=False), path)
+        for path in ("C:\\Users\\x", "..", "a/b", "console"):
+            self.assertEqual("", paicli.path_trap(path, windows=True))
+
+    @unittest.skipUnless(POSIX, "special files")
+    def test_what_is_no_regular_file_is_an_instant_error(self):
+        os.mkfifo(self.path("pipe"))
+        devices = paicli.FileTools(paicli.Workspace(self.folder, ["/dev", "/proc"]))
+        for path, said in (("pipe", "not a regular file"), ("/dev/zero", "not a regular file"), (".", "is a folder")):
+            self.raises(paicli.ToolError, said, devices.read_file, path)
+        self.assertIn("Name:", devices.read_file("/proc/self/status"))
+        self.raises(paicli.ToolError, "binary", self.files.read_file, self.write("b", b"\x7fELF\0\0"))
+
+    def test_encodings_are_recognised_named_and_kept(self):
+        for data, encoding, text in (("中文测试\r\n".encode("gbk"), "gb18030", "中文测试"), (b"\xff\xfeh\0i\0\n\0", "utf-16-le", "hi"),
+                                     (b"caf\xe9 noir\n", "latin-1", "café noir"), (b"\xef\xbb\xbfhi\n", "utf-8", "hi")):
+            self.write("f", data)
+            self.assertIn(text, self.files.read_file("f"))
+            self.assertIn("" if encoding == "utf-8" else encoding, self.files.read_file("f"))
+            self.files.edit_file("f", text, text + "!")
+            self.assertEqual(data.replace(text.encode(encoding), (text + "!").encode(encoding)), self.bytes_of("f"))
+        latin = paicli.decode_file(b"caf\xe9")
+        self.assertEqual((b"\xe9", False, True), (latin.encode("é"), latin.is_crlf, paicli.decode_file(b"a\r\nb\r\n").is_crlf))
+        self.raises(paicli.ToolError, "latin-1, which has no '你'", latin.encode, "你")
+        self.write("f", b"caf\xe9")
+        self.assertIn("it was latin-1 and is UTF-8 now", self.files.write_file("f", "你"))
+
+    def test_an_edit_changes_only_the_bytes_it_names(self):
+        for before, old, new, after in (
+                (b"\xef\xbb\xbfa\r\nb\r\nc\r\n", "a\nb", "a\nB", b"\xef\xbb\xbfa\r\nB\r\nc\r\n"), (b"a\r\nb\nc", "c", "C", b"a\r\nb\nC"),
+                (b"p 10%\rp 20%\rdone\nx\n", "x", "y", b"p 10%\rp 20%\rdone\ny\n"),
+                ("a\u2028b\x85\x0cc".encode("utf-8"), "c", "d", "a\u2028b\x85\x0cd".encode("utf-8")),
+                (b"\tif x:\n\t\ty()  \n", "y()", r"\1 \g<0> $& \n \u0041", b"\tif x:\n\t\t" + rb"\1 \g<0> $& \n \u0041" + b"  \n")):
+            self.write("f", before)
+            self.assertIn("File edited: f (line ", self.files.edit_file("f", old, new))
+            self.assertEqual(after, self.bytes_of("f"))
+
+    def test_an_edit_needs_exactly_one_match(self):
+        self.write("f", "x = 1\ny = 2\nx = 1\n")
+        self.raises(paicli.ToolError, "2 times, at lines 1, 3", self.files.edit_file, "f", "x = 1", "x = 9")
+        self.raises(paicli.ToolError, "empty", self.files.edit_file, "f", "", "z")
+        self.raises(paicli.ToolError, "the same", self.files.edit_file, "f", "y", "y")
+        self.raises(paicli.ToolError, "not in f: read the file again", self.files.edit_file, "f", "nope", "z")
+        self.raises(paicli.ToolError, "line 2 differs only in white space", self.files.edit_file, "f", "y  =\t2", "z")
+        self.files.edit_file("f", "x = 1", "x = 9", replace_all=True)
+        self.assertEqual(b"x = 9\ny = 2\nx = 9\n", self.bytes_of("f"))
+        self.write("g", "aaa")
+        self.raises(paicli.ToolError, "2 times", self.files.edit_file, "g", "aa", "b")
+        self.assertEqual([[0, 1], []], [paicli.find_all("aaa", "aa"), paicli.find_all("a", "b")])
+
+    def test_a_rewrite_keeps_line_ends_and_bom(self):
+        for before, after in ((b"\xef\xbb\xbfa\r\nb\r\n", b"\xef\xbb\xbfc\r\nd\r\n"), (b"a\nb\n", b"c\nd\n")):
+            self.write("f", before)
+            self.files.write_file("f", "c\nd\n")
+            self.assertEqual(after, self.bytes_of("f"))
+
+    def test_a_mask_never_lands_in_a_file(self):
+        self.write("f", "key")
+        for write in (lambda: self.files.write_file("f", "k=" + paicli.MASK), lambda: self.files.edit_file("f", "key", paicli.MASK)):
+            self.raises(paicli.ToolError, "stands for a secret", write)
+        self.assertEqual(b"key", self.bytes_of("f"))
+
+    def test_a_name_is_found_as_macos_spells_it(self):
+        self.write("Capture d\u2019e\u0301cran 9.41.00\u202fAM.png.txt", "found")
+        self.assertIn("found", self.files.read_file("Capture d'écran 9.41.00 AM.png.txt"))
+        self.assertEqual("found", self.files.load("Capture d'écran 9.41.00 AM.png.txt")[1].text)
+
+    def test_a_folder_is_listed(self):
+        self.write("b.txt", "123")
+        self.write("a/x", "")
+        self.assertEqual("a/\nb.txt  3", self.files.list_dir())
+        self.assertEqual("x  0", self.files.list_dir("a"))
+        self.raises(paicli.ToolError, "Listing failed", self.files.list_dir, "none")
+
+    def test_projects_start_working(self):
+        for kind, main in (("java", "src/main/java/com/example/Main.java"), ("node", "index.js"), ("python", "my_app/__init__.py")):
+            self.assertEqual(f"Project created: my-app{kind} (type: {kind})", self.files.create_project("my-app" + kind, kind))
+            self.assertIn(b"my-app", self.bytes_of(f"my-app{kind}/" + main.replace("my_app", "my_app" + kind)))
+        done = subprocess.run([sys.executable, "-m", "unittest"], cwd=self.path("my-apppython"), stderr=subprocess.PIPE)
+        self.assertIn(b"OK", done.stderr)
+        self.raises(paicli.ToolError, "not empty", self.files.create_project, "my-appnode", "node")
+        self.raises(paicli.ToolError, "starts with a letter", self.files.create_project, "../evil", "node")
+
+    def test_a_command_gives_exit_code_and_output(self):
+        self.assertEqual("Command finished (exit code: 0)\nhi\n", self.shell.execute_command("echo hi").replace("\r", ""))
+        self.assertRegex(self.shell.execute_command(self.python("import sys; print(5); sys.exit(3)")), r"exit code: 3\)\r?\n5")
+        self.assertIn(self.folder, self.shell.execute_command(self.python("import os; print(os.getcwd())")))
+        self.assertIn("exit code: 4", self.shell.run_argv([sys.executable, "-c", "exit(4)"], paicli.Cancel()))
+        self.raises(paicli.ToolError, "could not be started", self.shell.run_argv, ["no-such-program"], paicli.Cancel())
+
+    @unittest.skipUnless(POSIX, "bash")
+    def test_a_pipe_does_not_hide_a_failure(self):
+        for command, note in (("sh -c 'echo bad; exit 1' 2>&1 | tail -1", True), ("seq 1 100000 | head -1", False), ("echo a | cat", False)):
+            result = self.shell.execute_command(command)
+            self.assertIn("exit code: 0", result)
+            self.assertEqual(note, "[exit codes in the pipe: 1 0]" in result, result)
+        self.assertIn("exit code: 5", self.shell.execute_command("exit 5 | exit 5"))
+        self.assertEqual("bash", os.path.basename(paicli.shell_argv("x")[0]))
+
+    @unittest.skipUnless(POSIX, "bash")
+    def test_nothing_waits_for_a_keyboard(self):
+        for command in ("cat", "read -p 'name? ' x; echo got=$x", "head -1 /dev/tty", "git -c core.editor=vi commit --allow-empty"):
+            self.assertRegex(self.shell.execute_command(command, timeout_s=10), "^Command finished")
+        self.assertIn("false", self.shell.execute_command("echo $GIT_EDITOR $PAGER"))
+        self.raises(paicli.ToolError, "/dev/null", self.shell.execute_command, "dir 2>nul")
+        self.assertIn("2>nul", self.shell.execute_command("echo '2>nul'"))
+
+    def test_long_output_keeps_head_and_tail_and_the_rest_in_a_file(self):
+        result = self.shell.execute_command(self.python("import sys; [print(i) for i in range(100000)]; sys.exit('FAILED')"))
+        self.assertRegex(result, r"exit code: 1\)\r?\n0\r?\n1\r?\n(.|\n)*bytes left out; read_file (.*) has them(.|\n)*FAILED")
+        self.assertLess(len(result), 40000)
+        path = re.search(r"read_file (\S+) has", result)[1]
+        self.assertIn("\n50001", self.files.read_file(path, 50000, 50005).replace("\r", ""))
+        self.shell.close()
+        self.assertFalse(os.path.exists(path))
+
+    def test_output_is_text_whatever_the_bytes(self):
+        out = paicli.Output(self.path("spool"))
+        for data in (b"\xff\xfeA\0B\n", b"\xe4\xbd", b"\xa0"):
+            out.add(data)
+        self.assertEqual("\ufffd\ufffdA\ufffdB\n你", out.text())
+        self.assertEqual("你", out.text(seen=6))
+        for n in range(4):
+            out.add(bytes([65 + n]) * 20000)
+        out.close()
+        self.assertRegex(out.text(), r"^..A.B\n你A+\n\[\.\.\. \d+ of 80009 bytes left out(.|\n)*D{20000}$")
+        self.assertEqual(80009, len(self.bytes_of("spool")))
+        self.assertEqual("D" * 20000, out.text(seen=60009))
+
+    @unittest.skipUnless(POSIX, "process groups")
+    def test_a_timeout_kills_the_whole_tree_even_if_it_ignores_term(self):
+        mark = f"31{os.getpid()}"
+        error = self.raises(paicli.ToolError, "no end after 1 s", self.shell.execute_command,
+                            f"echo before; trap '' TERM; sleep {mark} & sleep {mark}", timeout_s=1)
+        self.assertIn("before", str(error))
+        self.assertTrue(wait_for(lambda: not self.sleepers(mark), 3))
+
+    def sleepers(self, mark):
+        return subprocess.run(["pgrep", "-f", f"sleep {mark}"], stdout=subprocess.PIPE).stdout.split()
+
+    @unittest.skipUnless(POSIX, "process groups")
+    def test_what_a_command_leaves_running_does_not_hold_it_and_ends_at_close(self):
+        mark = f"32{os.getpid()}"
+        started = time.monotonic()
+        self.assertIn("started", self.shell.execute_command(f"sleep {mark} & echo started"))
+        self.assertIn("started", self.shell.execute_command("setsid sleep 5 & echo started"))
+        self.assertLess(time.monotonic() - started, 5)
+        self.assertTrue(self.sleepers(mark))
+        self.shell.close()
+        self.assertFalse(self.sleepers(mark))
+
+    def test_cancel_ends_a_command_at_once(self):
+        cancel = paicli.Cancel()
+        job = paicli.Job("run", lambda: self.shell.execute_command(self.python("import time; time.sleep(60)"), cancel=cancel))
+        self.assertTrue(wait_for(lambda: self.shell._running))
+        cancel.set("by you")
+        self.raises(paicli.Cancelled, "by you", job.wait, timeout_s=10)
+
+    def test_a_background_command_is_asked_later(self):
+        self.assertEqual("Started in the background as task-1.", self.shell.execute_command(
+            self.python("import time; print('one', flush=True); time.sleep(60)"), background=True))
+        self.assertTrue(wait_for(lambda: self.shell._tasks["task-1"][0].output.n_bytes))
+        self.assertRegex(self.shell.task_output("task-1"), r"^task-1: running for \d+ s\none")
+        self.assertNotIn("one", self.shell.task_output("task-1"))
+        self.assertIn("stopped", self.shell.task_stop("task-1"))
+        self.assertIn("task-1: finished, exit code", self.shell.task_output("task-1"))
+        self.raises(paicli.ToolError, "no task 'task-9'; there are task-1", self.shell.task_output, "task-9")
+
+    def test_a_process_knows_whether_it_lives(self):
+        process = paicli.Process([sys.executable, "-c", "import time; time.sleep(60)"], self.folder, paicli.Output(self.path("o")))
+        self.assertEqual((None, True), (process.exit_code(), process.has_group()))
+        self.assertRaises(TimeoutError, process.wait, 0.05, paicli.Cancel())
+        self.assertNotEqual(None, process.exit_code())
+        self.assertFalse(process.has_group())
+        process.kill()
+        quick = paicli.Process([sys.executable, "-c", "exit(7)"], self.folder, paicli.Output(self.path("o")))
+        self.assertEqual(7, quick.wait(20, paicli.Cancel()))
+        popen = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], **({"start_new_session": True} if POSIX else {}))
+        paicli.kill_tree(popen)
+        self.assertNotEqual(None, popen.wait(5))
+
+    def test_tools_that_change_something_must_say_why(self):
+        tools = {t.name: t for t in paicli.builtin_tools(self.files, self.shell)}
+        self.assertEqual({"read_file": 1, "write_file": 2, "edit_file": 2, "list_dir": 1, "create_project": 2,
+                          "execute_command": 3, "task_output": 1, "task_stop": 1}, {n: t.level for n, t in tools.items()})
+        self.assertEqual({t.level > 1: t.has_reason for t in tools.values()}, {True: True, False: False})
+        self.assertEqual(["java", "python", "node"], tools["create_project"].parameters["properties"]["type"]["enum"])
+
+
+# ---- 6 ---------------------------------------------------------------------------------------------
+
+class TestAgent(Case):
+    """Section 6.  Two stars of three."""
+
+    def agent(self, *replies, tools=(), **limits):
+        self.events, self.memory, self.model = [], paicli.ListMemory(), ScriptedModel(*replies)
+        box = paicli.Toolbox(allow, self.events.append)
+        box.add(tools or [self.tool("echo", lambda a, c: a.get("text", ""))])
+        return paicli.Agent(self.model, box, self.memory, self.events.append, "You are a test.", **limits)
+
+    def tool(self, name, run):
+        return paicli.Tool(name, "", {"type": "object", "properties": {}}, run, 1)
+
+    def kinds(self):
+        return [e["type"] for e in self.events if e["type"] != "usage"]
+
+    def after(self, agent, error=None, text="do it", cancel=None):
+        """Run, then check that the history is one a strict server accepts, with an answer at its end."""
+        if error:
+            self.assertRaises(error, agent.run, text, cancel)
+            answer = None
+        else:
+            answer = agent.run(text, cancel)
+        history = paicli.wire_messages(self.memory.messages(), paicli.PROVIDERS["glm"])
+        self.assertEqual(("", "assistant"), (strict_fault(history), history[-1]["role"]))
+        return answer
+
+    def test_the_loop_ends_when_the_model_stops_calling_tools(self):
+        agent = self.agent(reply_of(call("echo", {"text": "42"})), paicli.Reply("The answer is 42.", "hm", [], paicli.Usage(20, 3)))
+        self.assertEqual("The answer is 42.", self.after(agent))
+        self.assertEqual(["user", "assistant", "tool", "assistant"], [m["role"] for m in self.memory.messages()])
+        self.assertEqual(("42", "hm"), (self.memory.messages()[2]["content"], self.memory.messages()[3]["reasoning_content"]))
+        self.assertEqual([{"role": "system", "content": "You are a test."}, {"role": "user", "content": "do it"}], self.model.sent[0])
+        self.assertEqual(["turn", "call", "result", "delta", "stop"], self.kinds())
+        self.assertEqual((paicli.Usage(30, 8), "done"), (agent.usage, agent.stop_reason))
+
+    def test_the_message_is_stored_before_the_model_is_asked_and_calls_before_they_run(self):
+        seen = []
+        agent = self.agent(lambda messages: seen.append(list(self.memory.messages())) or reply_of(call("look")), paicli.Reply("ok"),
+                           tools=[self.tool("look", lambda a, c: seen.append(list(self.memory.messages())) or "")])
+        self.after(agent, text="caf\udce9")
+        self.assertEqual(["caf\ufffd", ["user", "assistant"]], [seen[0][0]["content"], [m["role"] for m in seen[1]]])
+
+    def test_query_tells_of_deltas_and_usage(self):
+        agent = self.agent(paicli.Reply("hi", "", [], paicli.Usage(1, 2)))
+        self.assertEqual("hi", agent.query(paicli.Cancel()).text)
+        self.assertEqual([{"type": "delta", "kind": "text", "text": "hi"},
+                          {"type": "usage", "input": 1, "output": 2, "cached": 0, "is_estimate": False}], self.events)
+
+    def test_act_stores_calls_and_results_together(self):
+        agent = self.agent(paicli.Reply("x"))
+        self.assertFalse(agent.act(reply_of(call("echo", {"text": "1"}), call("nope")), paicli.Cancel()))
+        self.assertEqual(["assistant", "tool", "tool"], [m["role"] for m in self.memory.messages()])
+        self.assertEqual("", strict_fault([{"role": "user", "content": ""}, *self.memory.messages()]))
+
+    def test_a_cut_off_reply_runs_nothing(self):
+        ran = []
+        agent = self.agent(reply_of(call("run"), call("run", '{"x'), finish="length"), paicli.Reply("ok"),
+                           tools=[self.tool("run", lambda a, c: ran.append(1) or "")])
+        self.after(agent)
+        self.assertEqual([], ran)
+        self.assertIn("cut off", self.memory.messages()[2]["content"])
+
+    def test_an_empty_reply_is_asked_for_once_more_then_said(self):
+        self.assertEqual("later", self.after(self.agent(paicli.Reply(""), paicli.Reply("later"))))
+        agent = self.agent(paicli.Reply(""))
+        self.assertEqual("No response from the model.", self.after(agent))
+        self.assertEqual(("empty", 2), (agent.stop_reason, len(self.model.sent)))
+
+    def test_an_answer_that_was_cut_says_so(self):
+        self.after(self.agent(paicli.Reply("half", finish="length")))
+        self.assertIn("cut off", [e["text"] for e in self.events if e["type"] == "notice"][0])
+
+    def test_too_many_rounds_end_the_turn(self):
+        n = iter(range(100))
+        agent = self.agent(lambda messages: reply_of(call("echo", {"text": str(next(n))})), max_rounds=7)
+        self.assertRegex(self.after(agent), "7 rounds .PAICLI_MAX_ROUNDS")
+        self.assertEqual(("rounds", 7), (agent.stop_reason, len(self.model.sent)))
+
+    def test_too_many_tokens_end_the_turn(self):
+        n = iter(range(100))
+        agent = self.agent(lambda messages: reply_of(call("echo", {"text": str(next(n))})), token_budget=40)
+        self.assertRegex(self.after(agent), "40 tokens")
+        self.assertEqual(("tokens", 3), (agent.stop_reason, len(self.model.sent)))
+
+    def test_too_much_time_ends_the_turn(self):
+        agent = self.agent(reply_of(call("wait")), turn_timeout_s=0.05,
+                           tools=[self.tool("wait", lambda a, cancel: cancel.sleep(10))])
+        self.after(agent, paicli.Cancelled)
+        self.assertIn("PAICLI_TURN_TIMEOUT_S", self.events[-1]["text"])
+
+    def test_the_same_calls_again_and_again_are_warned_of_then_end_the_turn(self):
+        for replies in ([call("echo", {"a": 1, "b": 2}), call("echo", '{"b":2,  "a":1}')], [call("nope")],
+                        [call("echo", {"text": "A", "reason": "x"}), call("echo", {"text": "B", "reason": "y"})]):
+            n = iter(range(100))
+            agent = self.agent(lambda messages: reply_of(replies[next(n) % len(replies)]))
+            self.assertRegex(self.after(agent), "^Stopped: the same calls")
+            self.assertEqual(("stagnation", 6), (agent.stop_reason, len(self.model.sent)))
+            self.assertIn("Do something else", "".join(m["content"] for m in self.memory.messages()))
+
+    def test_calls_whose_results_change_go_on(self):
+        n = iter(range(100))
+        replies = [reply_of(call("poll"))] * 12 + [paicli.Reply("finished")]
+        agent = self.agent(*replies, tools=[self.tool("poll", lambda a, c: f"{next(n)} s")])
+        self.assertEqual("finished", self.after(agent))
+        edits = iter(range(100))                 # edit, test, edit, test: the test may fail the same each time
+        agent = self.agent(lambda m: paicli.Reply("ok") if len(m) > 30 else reply_of(
+            call("echo", {"text": str(next(edits))}) if len(m) % 4 else call("echo", {"text": "FAILED"})))
+        self.assertEqual("ok", self.after(agent))
+
+    def test_cancel_and_errors_leave_a_history_that_goes_on(self):
+        cancel = paicli.Cancel()
+        agent = self.agent(reply_of(call("stop"), call("stop")), tools=[self.tool("stop", lambda a, c: c.set("by Ctrl-C"))])
+        self.after(agent, paicli.Cancelled, cancel=cancel)
+        self.assertEqual(("cancelled", "stop"), (agent.stop_reason, self.events[-1]["type"]))
+        agent = self.agent(paicli.ModelError("no balance"))
+        self.after(agent, paicli.ModelError)
+        self.assertEqual(("error", "(Turn stopped: no balance)"), (agent.stop_reason, self.events[-1]["text"]))
+        agent.model = ScriptedModel(paicli.Reply("again"))
+        self.assertEqual("again", self.after(agent))
+
+    def test_a_list_memory_gives_back_what_was_added(self):
+        memory = paicli.ListMemory()
+        memory.add({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+        memory.messages().append("not mine")
+        self.assertEqual(["a", "b"], [m["content"] for m in memory.messages()])
+        memory.clear()
+        self.assertEqual([], memory.messages())
+
+    def test_the_system_prompt_names_place_tools_and_notes(self):
+        prompt = paicli.system_prompt("/work", ["read_file", "x"], "Use tabs.")
+        for part in ("/work", "read_file, x", "Use tabs.", "language"):
+            self.assertIn(part, prompt)
+        self.assertNotIn("Notes", paicli.system_prompt("/work", [], " "))
+        self.assertLess(len(paicli.system_prompt("/work", [], "n" * 90000)), 30000)
+
+
+# ---- 22 --------------------------------------------------------------------------------------------
+
+class TestCommands(Case):
+    """Section 22.  One star of three."""
+
+    def app(self, *argv, **environ):
+        environ = {"PAICLI_HOME": self.path("home"), **environ}
+        app, self.notices = paicli.build(paicli.load_config(list(argv), environ, self.folder, self.folder))
+        self.stack.callback(app.close)
+        return app
+
+    def test_the_table_is_the_help(self):
+        app = self.app()
+        self.assertEqual(set(re.findall(r"^  (/\w+)", paicli.show_help(app, ""), re.M)), set(paicli.commands()))
+        self.assertEqual(paicli.show_help(app, ""), paicli.run_command(app, "/help"))
+
+    def test_an_unknown_command_is_an_error_with_the_nearest(self):
+        self.raises(paicli.ConfigError, "no command /hlep; did you mean /help", paicli.run_command, self.app(), "/hlep me")
+        self.raises(paicli.ConfigError, "no command /zzzz; see /help", paicli.run_command, self.app(), "/zzzz")
+
+    def test_clear_forgets_and_exit_leaves(self):
+        app = self.app()
+        app.agent.memory.add({"role": "user", "content": "x"})
+        self.assertIn("cleared", paicli.clear_history(app, ""))
+        self.assertEqual([], app.agent.memory.messages())
+        self.assertFalse(app.is_over)
+        paicli.leave(app, "")
+        self.assertTrue(app.is_over)
+
+    def test_the_model_is_shown_and_changed(self):
+        app = self.app(GLM_API_KEY="k" * 9)
+        self.assertRegex(paicli.choose_model(app, ""), r"^Model: glm, glm-5\.1\.(.|\n)*GLM_API_KEY is set(.|\n)*OPENAI_API_KEY is not set")
+        self.assertIn("qwen3:4b at http://localhost:11434", paicli.choose_model(app, "ollama:qwen3:4b"))
+        self.assertEqual("ollama", app.agent.model.endpoint.name)
+        self.raises(paicli.ConfigError, "no provider", paicli.choose_model, app, "nobody")
+        self.assertIn("demo model", paicli.choose_model(self.app("--demo"), ""))
+
+    def test_the_level_is_shown_and_changed(self):
+        app = self.app()
+        self.assertRegex(paicli.choose_level(app, ""), "^Level 1.*read")
+        self.assertRegex(paicli.choose_level(app, "3"), "^Level 3.*execute")
+        self.assertEqual(3, app.approver.level)
+        self.raises(paicli.ConfigError, "1 .read., 2", paicli.choose_level, app, "5")
+
+    def test_tools_are_listed_and_loaded_again(self):
+        app = self.app()
+        self.assertRegex(paicli.list_tools(app, ""), r"  1 read_file +Read a text file")
+        self.write("home/tools.py", "from paicli import tool\n@tool(1)\ndef my_own():\n    '''Mine.'''\n")
+        self.write("home/tools.json", "[{]")
+        self.assertNotIn("my_own", paicli.list_tools(app, ""))
+        text = paicli.list_tools(app, "reload")
+        self.assertRegex(text, r"1 my_own +Mine.(.|\n)*tools.json was not loaded")
+        self.assertIn("my_own", app.agent.system)
+        self.write("home/tools.py", "")
+        self.assertNotIn("my_own", paicli.list_tools(app, "reload"))
+
+    def test_tools_of_a_folder_wait_for_trust(self):
+        self.write(".paicli/tools.py", f"open({self.path('PWNED')!r}, 'w')")
+        self.write(".paicli/tools.json", "[]")
+        app = self.app()
+        self.assertEqual(2, len([n for n in self.notices if "need trust" in n]))
+        self.assertEqual(self.notices, paicli.load_plugins(app))
+        self.assertFalse(os.path.exists(self.path("PWNED")))
+
+    def test_trace_is_switched(self):
+        app = self.app()
+        self.assertEqual(["on", "off", "on", "on"], [paicli.switch_trace(app, a).split()[-1][:-1] for a in ("", "", "on", "on")])
+        self.assertTrue(app.trace)
+
+    def test_files_named_with_an_at_sign_join_the_message(self):
+        files = paicli.FileTools(paicli.Workspace(self.folder))
+        self.write("a.txt", "content")
+        self.assertEqual('see @a.txt, please\n\n<file path="a.txt">\ncontent\n</file>', paicli.with_files(files, "see @a.txt, please"))
+        for text in ("mail me@a.txt", "see @b.txt", "@../x @ @."):
+            self.assertEqual(text, paicli.with_files(files, text))
+
+
+# ---- 23 --------------------------------------------------------------------------------------------
+
+class Stream(io.StringIO):
+    """A stream that says whether it is a terminal."""
+
+    def __init__(self, is_terminal=False):
+        super().__init__()
+        self.isatty = lambda: is_terminal
+
+
+class TestTerminal(Case):
+    """Section 23.  Three stars of three."""
+
+    def setUp(self):
+        super().setUp()
+        self.home = self.path("home")
+        os.mkdir(self.path("work"))
+
+    def run_in(self, *args, **options):
+        """Run the program in self.folder/work; -> CompletedProcess."""
+        options.setdefault("PAICLI_HOME", self.home)
+        return run_program(*args, cwd=self.path("work"), **options)
+
+    def config(self, *argv, **environ):
+        return paicli.load_config(list(argv), environ, self.folder, self.folder)
+
+    def screen(self, is_terminal=False, streams=False, **environ):
+        self.out, self.err = Stream(is_terminal), Stream(is_terminal)
+        return paicli.Screen(self.out, self.err, self.config(**environ), streams)
+
+    def test_text_is_measured_and_cut_by_what_a_terminal_shows(self):
+        family = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
+        for text, columns in (("abc", 3), ("你好", 4), ("e\u0301", 1), (family, 2), ("🇨🇳", 2), ("\u200b\u0600", 0), ("❤\ufe0f", 2)):
+            self.assertEqual(columns, sum(width for _, width in paicli.clusters(text)), text)
+        self.assertEqual([family, "x"], [c for c, _ in paicli.clusters(family + "x")])
+        for text, columns, fitted in (("abcdef", 4, "abc…"), ("abc", 3, "abc"), ("你好吗", 5, "你好…"), ("项目" + family, 5, "项目…"), ("ab", 0, "…")):
+            self.assertEqual(fitted, paicli.fit(text, columns))
+
+    def test_markdown_is_styled_however_it_is_cut(self):
+        text = "# Head\nHello **bold** `co**de` * a\n* item\n```py\n# x = `1`\n```\n2 ** 3"
+        style = lambda name, text: "".join(f"{name[0]}{c}" for c in text)
+        expected = "".join((style("bold", "Head"), "\nHello ", style("bold", "bold"), " ", style("cyan", "co**de"),
+                            " * a\n* item\n", style("dim", "```py"), "\n", style("cyan", "# x = `1`"), "\n",
+                            style("dim", "```"), "\n2 ", style("bold", " 3")))
+        for step in (1, 2, 3, 7, 1000):
+            markdown = paicli.Markdown(style)
+            shown = "".join(markdown.feed(text[i:i + step]) for i in range(0, len(text), step)) + markdown.end()
+            self.assertEqual(expected, shown)
+
+    def test_the_screen_shows_one_line_for_a_call(self):
+        screen = self.screen()
+        screen.handle({"type": "turn", "text": "x"})
+        screen.handle({"type": "call", "tool": "read_file"})
+        screen.handle({"type": "result", "tool": "read_file", "arguments": {"path": "\x1b[2J" + "a" * 99}, "ok": False,
+                       "text": "\nError: no\nmore", "seconds": 1.25})
+        self.assertRegex(self.err.getvalue(), r"^🔧 read_file\(path=\\x1b\[2Ja+… ❌ 1\.2 s  Error: no\n$")
+        self.assertLessEqual(sum(w for _, w in paicli.clusters(self.err.getvalue().strip())), 80)
+        screen.handle({"type": "unheard of"})
+
+    def test_the_answer_goes_out_once_and_the_rest_elsewhere(self):
+        screen = self.screen()
+        for event in ({"type": "turn"}, {"type": "delta", "kind": "text", "text": "Hel"}, {"type": "notice", "text": "asking again"},
+                      {"type": "usage", "input": 156, "output": 89, "cached": 5, "is_estimate": False},
+                      {"type": "stop", "reason": "done", "text": "**Hello**"}):
+            screen.handle(event)
+        self.assertEqual("**Hello**\n", self.out.getvalue())
+        self.assertIn("📊 Token usage: input=156, output=89, cached=5", self.err.getvalue())
+
+    def test_a_terminal_sees_the_answer_while_it_comes(self):
+        screen = self.screen(True, streams=True)
+        self.stack.callback(screen.settle)
+        for event in ({"type": "turn"}, {"type": "delta", "kind": "reasoning", "text": "hm"}, {"type": "delta", "kind": "text", "text": "**He"},
+                      {"type": "delta", "kind": "text", "text": "y** \x1b]0;x"}, {"type": "stop", "reason": "done", "text": "**Hey**"}):
+            screen.handle(event)
+        self.assertEqual("\x1b[2mhm\x1b[0m\n🤖 Agent: \x1b[1mHey\x1b[0m \\x1b]0;x\n", self.out.getvalue())
+
+    def test_a_spinner_turns_only_on_a_terminal_and_is_taken_away(self):
+        screen = self.screen(True, streams=True)
+        screen.tick()
+        self.assertEqual("", self.err.getvalue())
+        screen.handle({"type": "turn"})
+        screen.tick()
+        self.assertIn("🤔 Thinking...", self.err.getvalue())
+        screen.line("text", "dim")
+        self.assertTrue(self.err.getvalue().endswith("\r\x1b[K\x1b[2mtext\x1b[0m\n"))
+        plain = self.screen(True, NO_COLOR="1")
+        self.assertEqual(("x", "x"), (plain.style("bold", "x"), self.screen(True, TERM="dumb").style("bold", "x")))
+        plain.handle({"type": "turn"})
+        plain.tick()
+        plain.settle()
+        self.assertTrue(self.err.getvalue() == "" or self.err.getvalue().endswith("\r\x1b[K"))
+        self.assertEqual(80, screen.columns())
+        screen.answer("done")
+        self.assertEqual("done\n", self.out.getvalue()[-5:] if self.out.getvalue() else "done\n")
+
+    def test_events_can_leave_as_json_lines(self):
+        out = io.StringIO()
+        lines = paicli.JsonLines(out)
+        lines.handle({"type": "delta", "text": "你\n"})
+        lines.tick()
+        lines.settle()
+        self.assertEqual([{"type": "delta", "text": "你\n"}], [json.loads(line) for line in out.getvalue().splitlines()])
+
+    def test_above_the_level_a_person_is_asked_and_enter_means_no(self):
+        tool = paicli.Tool("execute_command", "", {}, None, 3)
+        asked = []
+        for answer, kind in (("y\n", "allow"), ("\n", "deny"), ("nonsense", "deny"), (None, "deny")):
+            approver = paicli.Approver(1, lambda question, cancel: asked.append(question) or answer)
+            decision = approver.decide(tool, {"command": "echo \x1b[2K\nrm -rf ~"}, "to clean", paicli.Cancel())
+            self.assertEqual(kind, decision.kind)
+        self.assertIn("--level 3", decision.reason)
+        self.assertRegex(asked[0], r"execute_command .level 3, execute. because: to clean\n    command: echo \\x1b\[2K\n    rm -rf ~\n")
+        self.assertEqual("allow", paicli.Approver(3, None).decide(tool, {}, "", paicli.Cancel()).kind)
+
+    def test_the_demo_creates_a_project_in_this_folder(self):
+        done = self.run_in("--demo", "create a java project demo")
+        self.assertEqual((0, "The project demo is there. It has a Maven structure: pom.xml and src/main/java.\n"), (done.returncode, done.stdout))
+        self.assertIn("✅", done.stderr)
+        self.assertTrue(os.path.isfile(self.path("work/demo/pom.xml")))
+
+    def test_the_demo_alone_plays_four_examples_and_leaves_nothing(self):
+        done = self.run_in("--demo")
+        self.assertEqual(0, done.returncode, done.stderr)
+        self.assertEqual(4, done.stdout.count("👤 You: "))
+        self.assertIn("Hello.java prints Hello PaiCLI now", done.stdout)
+        self.assertEqual([], os.listdir(self.path("work")))
+
+    def test_a_one_shot_prints_only_the_answer(self):
+        server = self.server(calls(("read_file", {"path": "a.txt"})), says("It says hi."), says("piped"))
+        self.write("work/a.txt", "hi")
+        done = self.run_in("what", "is", "in a.txt?", PAICLI_MODEL=server.url + "#m")
+        self.assertEqual((0, "It says hi.\n"), (done.returncode, done.stdout))
+        self.assertIn("File content:\nhi", server.requests[1]["body"]["messages"][-1]["content"])
+        done = self.run_in("sum it up:", stdin="caf\u00e9 text\n", PAICLI_MODEL=server.url + "#m")
+        self.assertEqual("sum it up:\n\ncaf\u00e9 text", server.requests[2]["body"]["messages"][-1]["content"])
+
+    def test_without_a_terminal_nothing_above_the_level_runs(self):
+        server = self.server(calls(("execute_command", {"command": "echo x > made"})), says("denied"),
+                             calls(("execute_command", {"command": "echo x > made"})), says("ran"))
+        done = self.run_in("do it", stdin="y\ny\n", PAICLI_MODEL=server.url + "#m")
+        self.assertFalse(os.path.exists(self.path("work/made")))
+        self.assertIn("no terminal", server.requests[1]["body"]["messages"][-1]["content"])
+        self.assertEqual("ran\n", self.run_in("--yes", "do it", PAICLI_MODEL=server.url + "#m").stdout)
+        self.assertTrue(os.path.exists(self.path("work/made")))
+
+    def test_events_as_json_for_scripts(self):
+        done = self.run_in("--demo", "--json", "list .")
+        events = [json.loads(line) for line in done.stdout.splitlines()]
+        self.assertEqual(["turn", "call", "result", "stop"], [e["type"] for e in events if e["type"] not in ("usage", "delta")])
+        self.assertEqual(("done", "(empty folder)"), (events[-1]["reason"], events[-1]["text"]))
+
+    def test_exit_codes_tell_how_it_went(self):
+        server = self.server(refuses(400, {"error": {"message": "bad sk-key-12345 thing"}}))
+        for args, code, said in ((("--nonsense",), 2, "--nonsense"), (("hi",), 1, "GLM_API_KEY"), (("/nope",), 1, "did you mean"),
+                                 (("--help",), 0, ""), (("--version",), 0, ""), (("/help",), 0, "")):
+            done = self.run_in(*args)
+            self.assertEqual(code, done.returncode, done.stderr)
+            self.assertIn(said, done.stderr)
+            self.assertNotIn("Traceback", done.stderr)
+        self.assertEqual((2, 1), (self.run_in(stdin="").returncode, self.run_in(
+            "x", GLM_API_KEY="sk-key-12345", GLM_BASE_URL=server.url).returncode))
+
+    def test_a_key_never_shows(self):
+        server = self.server(calls(("read_file", {"path": ".env"})), refuses(400, {"error": {"message": "bad key sk-key-12345"}}))
+        self.write("work/.env", f"GLM_API_KEY=sk-key-12345\nGLM_BASE_URL={server.url}\n")
+        done = self.run_in("--trace", "x")
+        self.assertEqual(1, done.returncode)
+        self.assertNotIn("sk-key-12345", done.stdout + done.stderr + json.dumps([r["body"] for r in server.requests]))
+        self.assertEqual("Bearer sk-key-12345", server.requests[0]["headers"]["Authorization"])
+        self.assertIn(paicli.MASK, done.stderr)
+
+    def test_any_locale_and_a_closed_pipe_are_survived(self):
+        done = self.run_in("--demo", "你好 caf\u00e9", LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
+        self.assertEqual((0, True), (done.returncode, "demo model" in done.stdout), done.stderr)
+        self.write("work/bad", b"x")
+        if POSIX:
+            command = f'"{sys.executable}" "{HERE / "test_paicli.py"}" run --demo hello | true'
+            done = subprocess.run(["sh", "-c", command], cwd=self.path("work"), stderr=subprocess.PIPE, encoding="utf-8",
+                                  env={**os.environ, "PAICLI_HOME": self.home, "PYTHONPATH": os.getcwd()})
+            self.assertNotRegex(done.stderr, "Traceback|Exception ignored|BrokenPipe")
+
+    def test_an_unusable_home_is_one_warning(self):
+        for home in (self.write("file", ""), "/proc/nothing" if os.path.isdir("/proc") else self.path("file")):
+            done = self.run_in("--demo", "list .", PAICLI_HOME=home)
+            self.assertEqual((0, 1), (done.returncode, done.stderr.count("can't be used")), done.stderr)
+
+    @unittest.skipUnless(POSIX, "signals")
+    def test_ctrl_c_stops_turn_and_command_and_exits_130(self):
+        mark = f"33{os.getpid()}"
+        for entry in (streams_then_waits(chunk("Hel")), calls(("execute_command", {"command": f"sleep {mark}"}))):
+            server = self.server(entry)
+            env = {**os.environ, "PAICLI_HOME": self.home, "PAICLI_MODEL": server.url + "#m", "PYTHONPATH": os.getcwd()}
+            program = subprocess.Popen([sys.executable, str(HERE / "test_paicli.py"), "run", "--yes", "--json", "go"], env=env,
+                                       cwd=self.path("work"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            for line in program.stdout:
+                if json.loads(line)["type"] in ("delta", "call"):
+                    break
+            time.sleep(0.05)
+            program.send_signal(signal.SIGINT)
+            rest = [json.loads(line) for line in program.communicate(timeout=10)[0].splitlines()]
+            self.assertEqual((130, "cancelled"), (program.returncode, rest[-1]["reason"]))
+            self.assertFalse(subprocess.run(["pgrep", "-f", f"sleep {mark}"], stdout=subprocess.PIPE).stdout)
+
+
+# ---- What `python test_paicli.py` does -----------------------------------------------------------
+
+def lessons():
+    """The test classes, in the order of the book."""
+    return [c for c in globals().values() if isinstance(c, type) and issubclass(c, unittest.TestCase) and c is not Case]
+
+
+def suite(classes):
+    """Their tests in the order written: the first failure is the first lesson."""
+    def line(cls):
+        return lambda name: getattr(cls, name).__code__.co_firstlineno
+    names = unittest.defaultTestLoader.getTestCaseNames
+    return unittest.TestSuite(c(n) for c in classes for n in sorted(names(c), key=line(c)))
+
+
+def load_tests(_loader, _tests, _pattern):
+    """For python -m unittest: everything, in order."""
+    return suite(lessons())
+
+
+def blank(slug):
+    """Write exercise_<slug>.py into this folder; never over a learner's work."""
+    one = section(slug)
+    path = f"exercise_{one.slug}.py"
+    try:
+        with open(path, "x", encoding="utf-8") as f:
+            f.write(copy_of(one, lambda name: not name.endswith("__init__")))
+    except FileExistsError:
+        sys.exit(f"{path} is there already: move it away, or go on with it")
+    print(f"Wrote {path}: fill it in, then: python test_paicli.py check {one.slug}")
+
+
+def check(slug):
+    """Swap exercise_<slug> in; its own class up to the first failure, then everything."""
+    one = section(slug)
+    if not os.path.exists(f"exercise_{one.slug}.py"):
+        sys.exit(f"there is no exercise_{one.slug}.py; write it with: python test_paicli.py blank {one.slug}")
+    os.environ["PAICLI"] = f"exercise_{one.slug}"         # for the programs that tests start
+    swap_in(os.environ["PAICLI"])
+    run = unittest.TextTestRunner(failfast=True, verbosity=2).run
+    sys.exit(not all(run(suite(classes)).wasSuccessful() for classes in ([globals()[one.test_class]], lessons())))
+
+
+def prove(*slugs):
+    """Each section copied out passes everything; each function blanked alone fails its class."""
+    jobs = queue.SimpleQueue()
+    bad, lock = [], threading.Lock()
+    with tempfile.TemporaryDirectory() as folder:
+        for one in (map(section, slugs) if slugs else book()[2]):
+            jobs.put((one, "", "test_paicli"))
+            for name, f in functions(one):
+                if not re.search(r"(^|\.)_", name):
+                    jobs.put((one, name, "test_paicli." + one.test_class))
+
+        def work():
+            while True:
+                try:
+                    one, name, target = jobs.get_nowait()
+                except queue.Empty:
+                    return
+                module = "x_" + re.sub(r"\W", "_", f"{one.slug}_{name or 'whole'}")
+                pathlib.Path(folder, module + ".py").write_text(copy_of(one, lambda n: n == name), encoding="utf-8")
+                env = {**os.environ, "PAICLI": module, "PYTHONPATH": os.pathsep.join([folder, str(HERE)])}
+                try:
+                    done = subprocess.run([sys.executable, "-m", "unittest", "-f", target], cwd=folder, env=env, timeout=300,
+                                          stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8")
+                    passed, said = done.returncode == 0 and "skipped" not in done.stderr, done.stderr
+                except subprocess.TimeoutExpired:
+                    passed, said = False, "timeout"
+                ok = passed != bool(name)
+                with lock:
+                    if not ok:
+                        bad.append(name or one.title)
+                    if not ok or not name:
+                        print("ok " if ok else "BAD", f"{one.number:2}. {one.title:15}", name or "copied out",
+                              "" if ok else "no test fails without it" if name else said[-2000:], flush=True)
+        threads = [threading.Thread(target=work) for _ in range(os.cpu_count() or 1)]
+        n = jobs.qsize()
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    print(f"{n - len(bad)} of {n} hold")
+    sys.exit(bool(bad))
+
+
+def show_map():
+    """Print the sections with their line numbers and sizes."""
+    for one in book()[2]:
+        print(f"{one.first + 1:5}  {one.number:2}. {one.title:16} {one.last - one.first + 1:4} lines")
+
+
+def run(*args):
+    """paicli.py ARGS, for tests that start the program."""
+    sys.exit(paicli.main(list(args)))
+
+
+if __name__ == "__main__":
+    sys.modules["test_paicli"] = sys.modules["__main__"]
+    command = {"blank": blank, "check": check, "prove": prove, "map": show_map, "run": run}.get("".join(sys.argv[1:2]))
+    command(*sys.argv[2:]) if command else unittest.main()
