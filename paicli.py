@@ -3142,7 +3142,7 @@ def piped_text(wait_s: float | None) -> str:
     return (first + pipe.read()).decode("utf-8", "replace").strip()
 
 
-def start(config: Config) -> int:
+def dispatch(config: Config) -> int:
     """Do what the command line asks for; return the exit code."""
     is_person = is_terminal(sys.stdin)
     words, is_command = " ".join(config.words), config.words[:1] and config.words[0].startswith("/")
@@ -3188,7 +3188,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"paicli {__version__}" if config.show == "version"
                   else HELP.format(providers=", ".join(PROVIDERS)))
             return 0
-        code = start(config)
+        code = dispatch(config)
         sys.stdout.flush()
         return code
     except ConfigError as e:

@@ -1933,7 +1933,7 @@ def prove(*slugs):
                 pathlib.Path(folder, module + ".py").write_text(copy_of(one, lambda n: n == name), encoding="utf-8")
                 env = {**os.environ, "PAICLI": module, "PYTHONPATH": os.pathsep.join([folder, str(HERE)])}
                 try:
-                    done = subprocess.run([sys.executable, "-m", "unittest", "-f", target], cwd=folder, env=env, timeout=300,
+                    done = subprocess.run([sys.executable, "-m", "unittest", "-f", target], cwd=folder, env=env, timeout=120,
                                           stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8")
                     passed, said = done.returncode == 0 and "skipped" not in done.stderr, done.stderr
                 except subprocess.TimeoutExpired:
