@@ -152,7 +152,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def clip(text: str, limit: int) -> str:
-    """Return the text with its middle left out, and that said, if it has over `limit` characters."""
+    """Return the text, with its middle left out if it has over `limit` characters."""
     if len(text) <= limit:
         return text
     head, tail = limit // 3, limit - limit // 3
@@ -294,7 +294,7 @@ def atomic_write(path: str, data: bytes, mode: int | None = None) -> None:
 
 
 def read_text(path: str) -> str:
-    """Return a UTF-8 file's text, "" if there is none; a BOM is dropped, bad bytes become U+FFFD."""
+    """Return a UTF-8 file's text, "" if there is none.  A BOM is dropped, bad bytes replaced."""
     try:
         with open(path, "rb") as f:
             return f.read().decode("utf-8-sig", "replace")
@@ -306,7 +306,8 @@ def read_text(path: str) -> str:
 
 # One .env line, in the dialect of python-dotenv: [export] KEY [= 'quoted' | "quoted" | plain].
 _ENV_LINE = re.compile(r"""
-    [ \t]* (?: export [ \t]+ )? (?: '(?P<quoted_key>[^'\n]+)' | (?P<key>[^=\#\s'"][^=\#\s]*) ) [ \t]*
+    [ \t]* (?: export [ \t]+ )?
+    (?: '(?P<quoted_key>[^'\n]+)' | (?P<key>[^=\#\s'"][^=\#\s]*) ) [ \t]*
     (?: = (?: [ \t]* (?: '(?P<single>(?:\\.|[^'\\])*)' | "(?P<double>(?:\\.|[^"\\])*)" )
               [ \t]* (?: \#[^\n]* )? (?= \n | \Z )
             | (?P<plain> (?! [ \t]*['"] ) [^\n]* ) )
@@ -321,22 +322,19 @@ def parse_dotenv(text: str, environ: dict | None = None) -> tuple[dict, list[int
     ${NAME} and ${NAME:-default} are looked up in `environ`, then in the lines above.
     Source: python-dotenv's parser and README.
     """
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    text = text.replace("\r\n", "\n").replace("\r", "\n") + "\n"
     values, bad_lines, at = {}, [], 0
     while at < len(text):
-        match = _ENV_LINE.match(text, at)
-        line = text[at:text.find("\n", at) if "\n" in text[at:] else len(text)]
-        if match and not re.match(r"\s*(#|$)", line):
-            value = _env_value(match)
-            if value is not None:
-                known = {**values, **(environ or {})}
+        match, line = _ENV_LINE.match(text, at), text[at:text.index("\n", at)]
+        if match:
+            known, value = {**values, **(environ or {})}, _env_value(match)
+            if value is not None:                         # a name alone sets nothing
                 values[match["key"] or match["quoted_key"]] = re.sub(
-                    r"\$\{([^}:]*)(?::-([^}]*))?\}",
-                    lambda m: known.get(m[1], m[2] or ""), value)
+                    r"\$\{([^}:]*)(?::-([^}]*))?\}", lambda m: known.get(m[1], m[2] or ""), value)
             at = match.end()
-        elif line.strip() and not line.lstrip().startswith("#"):
+        elif not re.match(r"\s*(#|$)", line):
             bad_lines.append(text.count("\n", 0, at) + 1)
-        at = (text.find("\n", at) + 1) or len(text)
+        at = text.index("\n", at) + 1
     return values, bad_lines
 
 
@@ -344,10 +342,10 @@ def _env_value(match):
     if match["single"] is not None:
         return re.sub(r"\\([\\'])", r"\1", match["single"])
     if match["double"] is not None:
-        return re.sub(r"\\([\\'\"abfnrtv])", lambda m: _ENV_ESCAPES.get(m[1], m[1]), match["double"])
-    if match["plain"] is not None:
-        return re.sub(r"\s+#.*", "", match["plain"]).strip()
-    return None                                           # a name alone sets nothing
+        return re.sub(r"\\([\\'\"abfnrtv])", lambda m: _ENV_ESCAPES.get(m[1], m[1]),
+                      match["double"])
+    plain = match["plain"]
+    return None if plain is None else re.sub(r"\s+#.*", "", plain).strip()
 
 
 class Setting(NamedTuple):
@@ -395,8 +393,7 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
     Raises ConfigError for an unknown option or a value that makes no sense.
     """
     options, words = _parse_argv(argv)
-    pai_home = os.path.abspath(os.path.expanduser(
-        environ.get("PAICLI_HOME") or os.path.join(home, ".paicli")))
+    pai_home = os.path.abspath(environ.get("PAICLI_HOME") or os.path.join(home, ".paicli"))
     settings, notices, secrets = {}, [], set()
     for source, path in (("home", os.path.join(pai_home, ".env")),
                          ("./.env", os.path.join(cwd, ".env")), ("environment", "")):
@@ -433,7 +430,8 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
         turn_timeout_s=number("PAICLI_TURN_TIMEOUT_S", 0, float),
         command_timeout_s=number("PAICLI_COMMAND_TIMEOUT_S", 120, float) or 120,
         context_window=number("PAICLI_CONTEXT_WINDOW", 0),
-        color=not environ.get("NO_COLOR"), is_dumb=environ.get("TERM") == "dumb", proxies=proxies_in(environ),
+        color=not environ.get("NO_COLOR"), is_dumb=environ.get("TERM") == "dumb",
+        proxies=proxies_in(environ),
         secrets=tuple(sorted(secrets, key=len, reverse=True)), notices=tuple(notices))
 
 
@@ -521,7 +519,8 @@ def proxy_login(proxy: urllib.parse.SplitResult) -> dict:
     if proxy.username is None:
         return {}
     pair = ":".join(urllib.parse.unquote(part or "") for part in (proxy.username, proxy.password))
-    return {"Proxy-Authorization": "Basic " + base64.b64encode(pair.encode("utf-8")).decode("ascii")}
+    login = base64.b64encode(pair.encode("utf-8")).decode("ascii")
+    return {"Proxy-Authorization": "Basic " + login}
 
 
 class HttpReply:
@@ -614,7 +613,8 @@ class Http:
 
     @contextlib.contextmanager
     def open(self, method: str, url: str, body: bytes | None = None, headers: dict | None = None,
-             cancel: Cancel | None = None, timeout_s: float = READ_TIMEOUT_S) -> Iterator[HttpReply]:
+             cancel: Cancel | None = None, timeout_s: float = READ_TIMEOUT_S
+             ) -> Iterator[HttpReply]:
         """Send one request and yield its HttpReply; `with http.open("GET", url) as reply: ...`.
 
         `timeout_s` bounds the silence between two bytes.  Raises HttpError for a status of 300 or
@@ -660,7 +660,8 @@ class Http:
                 return _exchange(connection, route, method, body, headers, cancel, timeout_s)
             except (ConnectionError, http.client.BadStatusLine):
                 connection.close()
-        connection = Job("connect", self._connect, route, min(timeout_s, CONNECT_TIMEOUT_S)).wait(cancel)
+        connecting = Job("connect", self._connect, route, min(timeout_s, CONNECT_TIMEOUT_S))
+        connection = connecting.wait(cancel)
         return _exchange(connection, route, method, body, headers, cancel, timeout_s)
 
     def _connect(self, route, timeout_s):
@@ -731,7 +732,8 @@ def _drain(reply, sock):
 
 def _why(error, route):
     """Say what a person can act on."""
-    via = f" through the proxy {route.proxy.hostname}:{route.proxy.port or 80}" if route.proxy else ""
+    proxy = route.proxy
+    via = f" through the proxy {proxy.hostname}:{proxy.port or 80}" if proxy else ""
     if isinstance(error, (socket.timeout, TimeoutError)):
         said = "no answer in time"
     elif isinstance(error, ConnectionRefusedError):
@@ -797,7 +799,8 @@ def retry(attempt: Callable, is_temporary: Callable[[PaiError], bool], cancel: C
 
 
 class Provider(NamedTuple):
-    """A place that serves models, and its accent."""
+    """A place that serves models, and its accent.  choose_provider fills in the last three."""
+    name: str
     base_url: str
     model: str
     prefix: str                          # variables: {prefix}_API_KEY, _BASE_URL, _MODEL
@@ -805,22 +808,24 @@ class Provider(NamedTuple):
     wants_reasoning: bool = False        # reasoning_content goes back with the history
     empty_content: str | None = ""       # of an assistant message that only calls tools
     extra: dict = {}                     # more fields of each request
+    api_key: str = ""
+    notice: str = ""                     # what the person should know about the choice
 
 
 _USAGE = {"stream_options": {"include_usage": True}}
-PROVIDERS = {
-    "glm": Provider("https://open.bigmodel.cn/api/paas/v4", "glm-5.1", "GLM", True, True),
-    "glm-coding": Provider("https://open.bigmodel.cn/api/coding/paas/v4", "glm-5.1", "GLM",
-                           True, True),
-    "zai": Provider("https://api.z.ai/api/paas/v4", "glm-5.1", "ZAI", True, True),
-    "deepseek": Provider("https://api.deepseek.com", "deepseek-v4-flash", "DEEPSEEK",
-                         True, True, "", _USAGE),
-    "openai": Provider("https://api.openai.com/v1", "gpt-5-mini", "OPENAI",
-                       True, False, None, _USAGE),
-    "openrouter": Provider("https://openrouter.ai/api/v1", "z-ai/glm-5.1", "OPENROUTER",
-                           True, False, None, _USAGE),
-    "ollama": Provider("http://localhost:11434/v1", "qwen3", "OLLAMA", False, False, "", _USAGE),
-}
+PROVIDERS = {p.name: p for p in (
+    Provider("glm", "https://open.bigmodel.cn/api/paas/v4", "glm-5.1", "GLM", True, True),
+    Provider("glm-coding", "https://open.bigmodel.cn/api/coding/paas/v4", "glm-5.1", "GLM",
+             True, True),
+    Provider("zai", "https://api.z.ai/api/paas/v4", "glm-5.1", "ZAI", True, True),
+    Provider("deepseek", "https://api.deepseek.com", "deepseek-v4-flash", "DEEPSEEK",
+             True, True, "", _USAGE),
+    Provider("openai", "https://api.openai.com/v1", "gpt-5-mini", "OPENAI",
+             True, False, None, _USAGE),
+    Provider("openrouter", "https://openrouter.ai/api/v1", "z-ai/glm-5.1", "OPENROUTER",
+             True, False, None, _USAGE),
+    Provider("ollama", "http://localhost:11434/v1", "qwen3", "OLLAMA", False, False, "", _USAGE),
+)}
 # Tokens a model can read at once, by the start of its name; the first match counts.
 CONTEXT_WINDOWS = (("glm-4.5", 131072), ("glm-5.1", 200000), ("glm-4.7-flash", 200000),
                    ("glm-5.2", 1048576), ("glm-5.3", 1000000), ("glm-", 204800),
@@ -861,16 +866,6 @@ class Reply(NamedTuple):
     finish: str = "stop"                 # stop, tool_calls, length (cut off), content_filter
 
 
-class Endpoint(NamedTuple):
-    """A provider chosen and filled in: what ChatModel needs to know."""
-    name: str
-    base_url: str
-    model: str
-    api_key: str
-    provider: Provider
-    notice: str = ""                     # what the person should know about the choice
-
-
 def context_window(model: str) -> int:
     """Return how many tokens a model can read at once, 0 if that is not known."""
     name = model.split("/")[-1]
@@ -882,49 +877,53 @@ def estimate_tokens(text: str) -> int:
     return (len(text.encode("utf-8", "replace")) + 3) // 4
 
 
-def choose_endpoint(config: Config, choice: str = "") -> Endpoint:
-    """Turn PROVIDER, PROVIDER:MODEL or URL#MODEL (default: config.model) into an Endpoint.
+def choose_provider(config: Config, choice: str = "") -> Provider:
+    """Turn PROVIDER, PROVIDER:MODEL or URL#MODEL (default: config.model) into a Provider to ask.
 
     A key goes only to the URL that was set beside it, or to its provider's own.
     Raises ConfigError for an unknown provider.
     """
     chosen = Setting(choice, "command line") if choice else config.model
     if "://" in chosen.value:
-        return _endpoint_of_url(config, chosen)
+        return _provider_at_url(config, chosen)
     name, _, model = chosen.value.partition(":")
     if name not in PROVIDERS:
         raise ConfigError(f"no provider {name!r}; there are {', '.join(PROVIDERS)}, or URL#MODEL")
     provider, notice = PROVIDERS[name], ""
     key = config.settings.get(provider.prefix + "_API_KEY", Setting("", ""))
     url = config.settings.get(provider.prefix + "_BASE_URL")
-    base_url = provider.base_url
     if url and name != "glm-coding":
-        host = _host(url.value)
-        if url.source == "./.env" and not (_is_built_in(host) or is_loopback(host)):
-            notice = f"./.env sends {name} to {host}: that needs your trust, so it is not used"
+        if _is_redirect(url):
+            notice = (f"./.env sends {name} to {_host(url.value)}: that needs your trust, so it is "
+                      "not used")
             key = key if key.source != "./.env" else Setting("", "")
         elif key.value and key.source != url.source:
             notice = (f"{provider.prefix}_BASE_URL ({url.source}) is not used, because the key "
                       f"comes from {key.source}: set both in one place")
         else:
-            base_url = url.value.rstrip("/")
+            provider = provider._replace(base_url=url.value.rstrip("/"))
     model = model or config.get(provider.prefix + "_MODEL", provider.model)
-    return Endpoint(name, base_url, model, _header_safe(provider.prefix, key.value), provider,
-                    notice)
+    return provider._replace(model=model, api_key=_header_safe(provider, key.value), notice=notice)
 
 
-def _endpoint_of_url(config, chosen):
+def _provider_at_url(config, chosen):
     url, _, model = chosen.value.partition("#")
-    host = _host(url)
-    if chosen.source == "./.env" and not (_is_built_in(host) or is_loopback(host)):
-        raise ConfigError(f"./.env chooses the model at {host}: that needs your trust, so say "
-                          f"--model '{chosen.value}' yourself if you mean it")
-    for name, provider in PROVIDERS.items():              # the key of a host is for that host only
-        if provider.needs_key and _host(provider.base_url) == host and url.startswith("https://"):
-            return Endpoint(name, url.rstrip("/"), model or provider.model, _header_safe(
-                provider.prefix, config.get(provider.prefix + "_API_KEY")), provider)
-    return Endpoint(host, url.rstrip("/"), model or "default", "",
-                    PROVIDERS["ollama"]._replace(base_url=url))
+    if _is_redirect(chosen):
+        raise ConfigError(f"./.env chooses the model at {_host(url)}: that needs your trust; if you "
+                          f"mean it, say --model '{chosen.value}' yourself")
+    for p in PROVIDERS.values():                          # the key of a host is for that host only
+        if p.needs_key and _host(p.base_url) == _host(url) and url.startswith("https://"):
+            key = _header_safe(p, config.get(p.prefix + "_API_KEY"))
+            return p._replace(base_url=url.rstrip("/"), model=model or p.model, api_key=key)
+    return PROVIDERS["ollama"]._replace(name=_host(url), base_url=url.rstrip("/"),
+                                        model=model or "default")
+
+
+def _is_redirect(url):
+    """True for a URL that a folder's .env sets to a host nobody here knows."""
+    host = _host(url.value)
+    return url.source == "./.env" and not is_loopback(host) and not any(
+        _host(p.base_url) == host for p in PROVIDERS.values())
 
 
 def _host(url):
@@ -934,14 +933,10 @@ def _host(url):
         raise ConfigError(f"not a URL: {one_line(url)}") from None
 
 
-def _is_built_in(host):
-    return any(_host(p.base_url) == host for p in PROVIDERS.values())
-
-
-def _header_safe(prefix, key):
+def _header_safe(provider, key):
     """A key goes into a header, where http.client's own error would print it."""
     if not re.fullmatch(r"[!-~]*", key.strip()):
-        raise ConfigError(f"{prefix}_API_KEY holds a space or a character that no key has")
+        raise ConfigError(f"{provider.prefix}_API_KEY has a space or a character that no key has")
     return key.strip()
 
 
@@ -1110,12 +1105,14 @@ class ReplyBuilder:
         calls, seen = [], set()
         for n, call in enumerate(sorted(self._calls, key=lambda c: c.index)):
             # An id must be there and be the only one, or results can't be matched to calls.
-            id_ = call.id if call.id and call.id not in seen else f"call_{n}_{random.getrandbits(32):08x}"
+            is_good = call.id and call.id not in seen
+            id_ = call.id if is_good else f"call_{n}_{random.getrandbits(32):08x}"
             seen.add(id_)
             calls.append(ToolCall(id_, clean(call.name), clean(call.arguments)))
         said = text + reasoning + "".join(c.arguments for c in calls)
         usage = self.usage or Usage(estimate_tokens(prompt), estimate_tokens(said), 0, True)
-        finish = {"max_tokens": "length", "sensitive": "content_filter"}.get(self.finish, self.finish)
+        names = {"max_tokens": "length", "sensitive": "content_filter"}
+        finish = names.get(self.finish, self.finish)
         return Reply(clean(text), clean(reasoning), calls, usage, finish)
 
 
@@ -1134,7 +1131,7 @@ _OVERFLOW = re.compile(r"context.{0,20}(length|window|size)|prompt.{0,20}(too lo
                        r"|too many (input )?tokens|maximum context|token limit|input length", re.I)
 
 
-def model_error(status: int, error, endpoint: Endpoint, retry_after_s: float | None = None
+def model_error(status: int, error, provider: Provider, retry_after_s: float | None = None
                 ) -> ModelError:
     """Return what an error object of the server means: ModelError with code and is_temporary.
 
@@ -1155,8 +1152,8 @@ def model_error(status: int, error, endpoint: Endpoint, retry_after_s: float | N
         status in (0, 200, 408, 409, 425, 429) or status >= 500) and code not in _FINAL_CODES
     key_codes = ("1000", "1001", "1002", "1003", "1004")
     advice = _ADVICE.get("401" if code in key_codes else code) or _ADVICE.get(str(status), "")
-    advice = advice.format(prefix=endpoint.provider.prefix)
-    said = f"{endpoint.name}: {message}" + (f" [{code or status}]" if code or status else "")
+    advice = advice.format(prefix=provider.prefix)
+    said = f"{provider.name}: {message}" + (f" [{code or status}]" if code or status else "")
     return ModelError(f"{said}\n  {advice}" if advice else said, code or str(status), is_temporary,
                       retry_after_s)
 
@@ -1164,10 +1161,10 @@ def model_error(status: int, error, endpoint: Endpoint, retry_after_s: float | N
 class ChatModel:
     """An OpenAI-compatible server."""
 
-    def __init__(self, http: Http, endpoint: Endpoint, on_trace: Callable | None = None,
+    def __init__(self, http: Http, provider: Provider, on_trace: Callable | None = None,
                  window: int = 0):
-        self.http, self.endpoint, self.on_trace = http, endpoint, on_trace
-        self.window = window or context_window(endpoint.model)
+        self.http, self.provider, self.on_trace = http, provider, on_trace
+        self.window = window or context_window(provider.model)
 
     def reply(self, messages: list[dict], tools: list[dict],
               on_delta: Callable[[str, str], None], cancel: Cancel) -> Reply:
@@ -1175,16 +1172,16 @@ class ChatModel:
 
         Raises ModelError when tries are used up or useless, ConfigError without a key, Cancelled.
         """
-        if self.endpoint.provider.needs_key and not self.endpoint.api_key:
+        if self.provider.needs_key and not self.provider.api_key:
             raise ConfigError(self._how_to_start())
-        body = {"model": self.endpoint.model, **self.endpoint.provider.extra, "stream": True,
-                "messages": wire_messages(messages, self.endpoint.provider)}
+        body = {"model": self.provider.model, **self.provider.extra, "stream": True,
+                "messages": wire_messages(messages, self.provider)}
         if tools:
             body["tools"] = tools
         reply = self._with_retries(body, on_delta, cancel)
         if reply.finish == "length" and not reply.text and not reply.tool_calls:
             # All of the output went into thinking: once more without it, where that can be said.
-            if self.endpoint.provider.wants_reasoning:
+            if self.provider.wants_reasoning:
                 on_delta("retry", "the model used all its output for thinking; asking without")
                 reply = self._with_retries({**body, "thinking": {"type": "disabled"}},
                                            on_delta, cancel)
@@ -1204,20 +1201,20 @@ class ChatModel:
         if self.on_trace:
             self.on_trace("request", body)
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
-        if self.endpoint.api_key:
-            headers["Authorization"] = "Bearer " + self.endpoint.api_key
+        if self.provider.api_key:
+            headers["Authorization"] = "Bearer " + self.provider.api_key
         try:
-            with self.http.open("POST", self.endpoint.base_url + "/chat/completions", prompt, headers,
-                                cancel) as answer:
+            url = self.provider.base_url + "/chat/completions"
+            with self.http.open("POST", url, prompt, headers, cancel) as answer:
                 self._read(answer, builder)
         except HttpError as e:
             raise self._translated(e) from None
         if builder.finish in ("error", "network_error"):
-            raise ModelError(f"{self.endpoint.name}: the model broke off", builder.finish, True)
+            raise ModelError(f"{self.provider.name}: the model broke off", builder.finish, True)
         reply = builder.reply(prompt.decode("utf-8"))
         is_silent = self.window and not reply.usage.is_estimate and reply.usage.input > self.window
         if builder.finish == "model_context_window_exceeded" or is_silent:
-            raise model_error(400, {"code": "1261", "message": builder.finish}, self.endpoint)
+            raise model_error(400, {"code": "1261", "message": builder.finish}, self.provider)
         if self.on_trace:
             self.on_trace("reply", {**assistant_message(reply), "finish_reason": reply.finish,
                                     "usage": reply.usage._asdict()})
@@ -1241,12 +1238,12 @@ class ChatModel:
                 break                                     # half a line: the stream was cut here
             self._add(event, builder)
         if not builder.finish:
-            raise ModelError(f"{self.endpoint.name}: the stream broke off before its end",
+            raise ModelError(f"{self.provider.name}: the stream broke off before its end",
                              "incomplete", True)
 
     def _add(self, event, builder):
         if not isinstance(event, dict) or event.get("error"):
-            raise model_error(200, event, self.endpoint)
+            raise model_error(200, event, self.provider)
         builder.add(event)
 
     def _translated(self, error):
@@ -1258,12 +1255,12 @@ class ChatModel:
             return ModelError(str(error), "no-json")
         if not error.status:
             return ModelError(str(error), "network", True)
-        return model_error(error.status, body, self.endpoint, error.retry_after_s)
+        return model_error(error.status, body, self.provider, error.retry_after_s)
 
     def _how_to_start(self):
         found = find_ollama(self.http)
         return NO_KEY_HELP.format(
-            name=self.endpoint.name, prefix=self.endpoint.provider.prefix,
+            name=self.provider.name, prefix=self.provider.prefix,
             found=f":{found[0]}   (it runs here and has {', '.join(found[:5])})" if found else "")
 
 
@@ -1305,7 +1302,7 @@ public class %s {
         (r"create an? (java|python|node) project (?:named |called )?([\w-]+)",
          [("create_project", lambda m, r: {"name": m[2], "type": m[1].lower()})],
          lambda m, r: f"The project {m[2]} is there." + (
-             " It has a Maven structure: pom.xml and src/main/java." if m[1].lower() == "java" else "")),
+             " It has a Maven structure: pom.xml and src/main/java." if m[1] == "java" else "")),
         (r"in (\S+?),? create (\w+)\.java that prints (.+)",
          [("write_file", lambda m, r: {"path": f"{m[1]}/{m[2]}.java",
                                        "content": DemoModel.JAVA % (m[2], m[3])})],
@@ -1318,7 +1315,8 @@ public class %s {
          lambda m, r: f"{m[1]} prints {m[2]} now."),
         (r"go into (\S+?),? compile and run (\w+)\.java",
          [("execute_command", lambda m, r: {
-             "command": f"cd {m[1]} && javac -d target/classes src/main/java/com/example/{m[2]}.java"}),
+             "command": f"cd {m[1]} && javac -d target/classes "
+                        f"src/main/java/com/example/{m[2]}.java"}),
           ("execute_command", lambda m, r: {
               "command": f"cd {m[1]} && java -cp target/classes com.example.{m[2]}"})],
          lambda m, r: "It compiles and runs. Its output: " + r.partition("\n")[2].strip()),
@@ -1328,7 +1326,7 @@ public class %s {
 
     def reply(self, messages: list[dict], tools: list[dict],
               on_delta: Callable[[str, str], None], cancel: Cancel) -> Reply:
-        """Look at the last user message and the results since: the next tool call, or a sentence."""
+        """Look at the last user message and the results since: the next call, or a sentence."""
         asked = max(i for i, m in enumerate(messages) if m["role"] == "user")
         results = [m["content"] for m in messages[asked + 1:] if m["role"] == "tool"]
         text, calls = self._next(messages[asked]["content"].strip(), results, len(messages))
@@ -1346,7 +1344,8 @@ public class %s {
                 return f"That did not work. {last}", []
             if match and len(results) < len(calls):
                 name, arguments = calls[len(results)]
-                return "", [ToolCall(f"demo_{n_messages}", name, json.dumps(arguments(match, last)))]
+                arguments = json.dumps(arguments(match, last))
+                return "", [ToolCall(f"demo_{n_messages}", name, arguments)]
             if match:
                 return sentence(match, last), []
         return self.HELP, []
@@ -1364,7 +1363,8 @@ public class %s {
 #
 # In: ToolCalls of one reply.  Out: one ToolResult for each, in the same order.
 # Trap: every call must get exactly one result, whatever happens, or the next request is refused.
-# Simplified: of JSON Schema only what tools use; $ref is taken on trust, the server checks it.
+# Simplified: of JSON Schema types, enum, properties, items and anyOf are checked; bounds, patterns
+# and $ref are left to the tool.
 # Tests: TestTools (exercise, 2 of 3 stars).  Try: /tools, and a tools.json of your own (README).
 
 MAX_RESULT_CHARS = 60000
@@ -1392,7 +1392,8 @@ class Tool(NamedTuple):
         parameters = self.parameters
         if self.has_reason:
             reason = {"type": "string", "description": "why, in one sentence for the person"}
-            parameters = {**parameters, "properties": {**parameters["properties"], "reason": reason},
+            parameters = {**parameters,
+                          "properties": {**parameters["properties"], "reason": reason},
                           "required": [*parameters.get("required", ()), "reason"]}
         return {"type": "function", "function": {
             "name": self.name, "description": self.description, "parameters": parameters}}
@@ -1423,8 +1424,8 @@ def tool(level: int) -> Callable:
 def tools_in(source) -> list[Tool]:
     """Return the marked functions of an object or module as Tools, in the order written.
 
-    Name, types and defaults come from the signature; the docstring is the description, and a
-    line "path: the file to read" in it describes a parameter.  A parameter `cancel` gets the Cancel.
+    Name, types and defaults come from the signature; the docstring is the description, and a line
+    "path: the file to read" in it describes a parameter.  A parameter `cancel` gets the Cancel.
     """
     marked = [f for f in (getattr(source, name) for name in dir(source))
               if callable(f) and hasattr(f, "tool_level")]
@@ -1476,10 +1477,6 @@ def schema_of(annotation) -> dict:
 
 _TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list,
           "object": dict, "null": type(None)}
-_BOUNDS = {"minimum": lambda v, n: v >= n, "maximum": lambda v, n: v <= n,
-           "minLength": lambda v, n: len(v) >= n, "maxLength": lambda v, n: len(v) <= n,
-           "minItems": lambda v, n: len(v) >= n, "maxItems": lambda v, n: len(v) <= n,
-           "pattern": lambda v, n: re.search(n, v) is not None}
 
 
 def check_value(schema: dict, value, where: str = "arguments"):
@@ -1495,17 +1492,14 @@ def check_value(schema: dict, value, where: str = "arguments"):
         return _check_options(options, value, where)
     kinds = schema.get("type") or []
     value = _coerced([kinds] if isinstance(kinds, str) else kinds, value, where)
-    if "enum" in schema and value not in schema["enum"] or value != schema.get("const", value):
-        allowed = schema.get("enum", [schema.get("const")])
-        raise ToolError(f"{where} should be one of {json.dumps(allowed)}, not {_shown(value)}")
+    if "enum" in schema and value not in schema["enum"]:
+        allowed = ", ".join(map(_shown, schema["enum"]))
+        raise ToolError(f"{where} should be one of {allowed}, not {_shown(value)}")
     if isinstance(value, dict):
         return _check_object(schema, value, where)
     if isinstance(value, list):
-        value = [check_value(schema.get("items", {}), v, f"{where}[{i}]") for i, v in enumerate(value)]
-    for word, fits in _BOUNDS.items():
-        with contextlib.suppress(TypeError):              # a bound for another type says nothing
-            if word in schema and not fits(value, schema[word]):
-                raise ToolError(f"{where}: {_shown(value)} breaks {word} {schema[word]}")
+        items = schema.get("items", {})
+        return [check_value(items, v, f"{where}[{i}]") for i, v in enumerate(value)]
     return value
 
 
@@ -1537,14 +1531,14 @@ def _coerced(kinds, value, where):
 def _check_object(schema, value, where):
     properties, required = schema.get("properties") or {}, schema.get("required") or []
     prefix = "" if where == "arguments" else where + "."
-    # null for something optional means: left out
-    value = {k: v for k, v in value.items() if v is not None or k not in properties or k in required}
-    missing = [prefix + k for k in required if k not in value]
-    unknown = [prefix + k for k in value if k not in properties]
+    value = {k: v for k, v in value.items()               # null for something optional: left out
+             if v is not None or k not in properties or k in required}
+    missing = ", ".join(prefix + k for k in required if k not in value)
+    unknown = ", ".join(prefix + k for k in value if k not in properties)
     if missing:
-        raise ToolError(f"missing: {', '.join(missing)}")
+        raise ToolError(f"missing: {missing}")
     if unknown and schema.get("additionalProperties") is False:
-        raise ToolError(f"unknown: {', '.join(unknown)}; there are {', '.join(properties) or 'none'}")
+        raise ToolError(f"unknown: {unknown}; there are {', '.join(properties) or 'none'}")
     return {k: check_value(properties.get(k, {}), v, prefix + k) for k, v in value.items()}
 
 
@@ -1606,8 +1600,8 @@ class Toolbox:
             cancel.check()
             t = self._find(call.name.strip())
             arguments = parse_arguments(call.arguments)
-            takes_reason = "reason" in t.parameters.get("properties", {})     # a tool's own argument
-            reason = "" if takes_reason else str(arguments.pop("reason", ""))
+            has_own = "reason" in t.parameters.get("properties", {})
+            reason = "" if has_own else str(arguments.pop("reason", ""))
             arguments = check_value(t.parameters, arguments)
             self._on_event({"type": "call", "id": call.id, "tool": t.name, "reason": reason,
                             "arguments": self._masked(arguments)})
@@ -1616,13 +1610,13 @@ class Toolbox:
                 raise ToolError(f"not allowed: {decision.reason}")
             if decision.kind == "edit":
                 arguments = check_value(t.parameters, decision.arguments)
-            started = time.monotonic()                    # the person's thinking time is not the tool's
+            started = time.monotonic()                    # the person's time is not the tool's
             result = ToolResult(call, str(t.run(arguments, cancel)))
         except Cancelled as e:
             result = ToolResult(call, f"Error: cancelled, {e}", False)
         except PaiError as e:
             result = ToolResult(call, f"Error: {e}", False)
-        except Exception as e:           # border: a tool's bug is the model's to read, the loop goes on
+        except Exception as e:           # border: a tool's bug is a result, the loop goes on
             result = ToolResult(call, f"Error: {type(e).__name__}: {e}", False)
         text = clip(clean(self._mask(result.text)), MAX_RESULT_CHARS) or "(no output)"
         result = result._replace(text=text)
@@ -1635,12 +1629,12 @@ class Toolbox:
                         "seconds": round(seconds, 3)})
 
     def _masked(self, arguments):
-        return json.loads(self._mask(json.dumps(arguments)))
+        return {k: self._mask(v) if isinstance(v, str) else v for k, v in arguments.items()}
 
     def _find(self, name):
         if name not in self.tools:
-            raise ToolError(f"there is no tool {name!r}{did_you_mean(name, self.tools)}; the tools are "
-                            + ", ".join(self.tools))
+            near, names = did_you_mean(name, self.tools), ", ".join(self.tools)
+            raise ToolError(f"there is no tool {name!r}{near}; the tools are {names}")
         return self.tools[name]
 
 
@@ -1718,16 +1712,14 @@ def _filled(template, arguments, encode):
         return [_filled(v, arguments, encode) for v in template]
     if not isinstance(template, str):
         return template
-    def value(match):
-        v = arguments.get(match[1], match[0])
-        return encode(v if isinstance(v, str) else json.dumps(v)) if match[1] in arguments else match[0]
-    return re.sub(r"\{(\w+)\}", value, template)
+    values = {f"{{{k}}}": v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
+    return re.sub(r"\{\w+\}", lambda m: encode(values[m[0]]) if m[0] in values else m[0], template)
 
 
 # =============================================================================
 # 5. BUILT-IN TOOLS
 # =============================================================================
-# What a coding agent can do: read, write and edit files, list folders, run commands, start projects.
+# What a coding agent can do: read, write, edit and list files, run commands, start projects.
 #
 #     path --> Workspace.resolve --> inside the fence? --> FileTools
 #     command --> bash, own process group --> Output: head, tail, the rest in a file --> ShellTools
@@ -1755,7 +1747,7 @@ class Workspace:
         self.folders = [self.root, *(os.path.realpath(f) for f in more)]
 
     def resolve(self, path: str) -> str:
-        """Return the real absolute path.  Raises ToolError if it leads outside, through .. or links."""
+        """Return the real absolute path.  Raises ToolError if it leads outside, by .. or a link."""
         trap = path_trap(path)
         if trap:
             raise ToolError(f"{path!r} {trap}")
@@ -1773,7 +1765,10 @@ class Workspace:
 
 
 def path_trap(path: str, windows: bool = WINDOWS) -> str:
-    """Return why a path must not even be looked at, or "".  Opening \\\\host\\share sends a password."""
+    """Return why a path must not even be looked at, or "".
+
+    Just opening \\\\host\\share sends that host the person's password hash.
+    """
     if not path.strip() or "\0" in path:
         return "is not a path"
     if path.startswith(("\\\\", "//?/", "//./", "\\??\\")) or windows and path.startswith("//"):
@@ -1788,7 +1783,7 @@ def path_trap(path: str, windows: bool = WINDOWS) -> str:
 
 
 def _other_spelling(full):
-    """The one file whose name differs only in Unicode form, quotes or spaces, as macOS writes them."""
+    """The one file whose name differs only in Unicode form, quotes or spaces: macOS spells so."""
     import unicodedata
 
     def plain(name):
@@ -1813,15 +1808,16 @@ class FileText(NamedTuple):
         return "\r\n" in self.text and "\n" not in self.text.replace("\r\n", "")
 
     def encode(self, text: str) -> bytes:
-        """Return another text as bytes of the same kind.  Raises ToolError if it can't be written so."""
+        """Return another text as bytes of the same kind.  Raises ToolError if that can't be."""
         try:
             return self.bom + text.encode(self.encoding)
         except UnicodeEncodeError as e:
-            raise ToolError(f"the file is {self.encoding}, which has no {e.object[e.start]!r}") from None
+            missing = e.object[e.start]
+            raise ToolError(f"the file is {self.encoding}, which has no {missing!r}") from None
 
 
 def decode_file(data: bytes) -> FileText:
-    """Take a file's bytes apart: BOM, strict UTF-8, else a guess.  Raises ToolError for a binary."""
+    """Take a file's bytes apart: BOM, strict UTF-8, else a guess.  Raises ToolError if binary."""
     for bom, encoding in ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"),
                           (b"\xfe\xff", "utf-16-be")):
         if data.startswith(bom):
@@ -1859,7 +1855,7 @@ class FileTools:
         except OSError as e:
             raise ToolError(f"Reading failed: {path}: {e.strerror}") from None
         if len(data) > MAX_FILE_BYTES:
-            raise ToolError(f"{path} has over {MAX_FILE_BYTES >> 20} MB: use a command such as grep")
+            raise ToolError(f"{path} has over {MAX_FILE_BYTES >> 20} MB: use grep, head or tail")
         try:
             return real, decode_file(data)
         except ToolError as e:
@@ -1900,8 +1896,8 @@ class FileTools:
             raise ToolError(f"{path} has only {len(lines)} lines")
         shown = "\n".join((f"{n}\t" if numbered else "") + lines[n - 1]
                           for n in range(first, last + 1))
-        notes = [f"{file.encoding}"] if file.encoding != "utf-8" else []
-        notes += [f"lines {first} to {last} of {len(lines)}"] if last - first + 1 < len(lines) else []
+        notes = [file.encoding] * (file.encoding != "utf-8")
+        notes += [f"lines {first} to {last} of {len(lines)}"] * (last - first + 1 < len(lines))
         note = f" ({', '.join(notes)})" if notes else ""
         return f"File content{note}:\n{shown}" if lines else "The file is empty."
 
@@ -1947,8 +1943,8 @@ class FileTools:
         if not places:
             raise ToolError(f"old_text is not in {path}{_almost(file.text, old_text)}")
         if len(places) > 1 and not replace_all:
-            raise ToolError(f"old_text is in {path} {len(places)} times, at lines {lines}: give more "
-                            "of the lines around it, or set replace_all")
+            raise ToolError(f"old_text is in {path} {len(places)} times, at lines {lines}: give "
+                            "more of the lines around it, or set replace_all")
         self._save(path, real, file.encode(file.text.replace(old_text, new_text)))
         return f"File edited: {self.workspace.show(real)} (line {lines})"
 
@@ -1979,7 +1975,7 @@ class FileTools:
         name: of the folder and the project
         """
         if not re.fullmatch(r"[A-Za-z][\w.-]*", name, re.ASCII):
-            raise ToolError("a project name starts with a letter and has letters, digits, _ . and -")
+            raise ToolError("a project name starts with a letter; digits, _ . and - may follow")
         folder = self.workspace.resolve(name)
         if os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
             raise ToolError(f"{name} exists and is not empty: nothing was changed")
@@ -2036,8 +2032,15 @@ public class Main {
     "python": {
         "pyproject.toml": '[project]\nname = "NAME"\nversion = "0.1.0"\n',
         "MODULE/__init__.py": 'def hello():\n    """Return a greeting."""\n    return "NAME"\n',
-        "test_MODULE.py": "import unittest\n\nimport MODULE\n\n\nclass TestHello(unittest.TestCase):\n"
-                          "    def test_hello(self):\n        self.assertEqual(\"NAME\", MODULE.hello())\n"},
+        "test_MODULE.py": """import unittest
+
+import MODULE
+
+
+class TestHello(unittest.TestCase):
+    def test_hello(self):
+        self.assertEqual("NAME", MODULE.hello())
+"""},
     "node": {
         "package.json": '{\n  "name": "MODULE",\n  "version": "0.1.0",\n  "main": "index.js",\n'
                         '  "scripts": {"test": "node test.js"}\n}\n',
@@ -2100,7 +2103,7 @@ def kill_tree(process: subprocess.Popen) -> None:
         try:
             os.killpg(process.pid, sig)
             while time.monotonic() < deadline:
-                process.poll()                            # a dead leader stays until it is asked for
+                process.poll()                            # a dead leader stays until asked for
                 os.killpg(process.pid, 0)
                 time.sleep(0.01)
         except (ProcessLookupError, PermissionError):     # nobody is left
@@ -2160,15 +2163,15 @@ class Process:
 
 
 def shell_argv(command: str) -> list[str]:
-    """Return the argv that runs a command line: bash where there is one, else the system's shell."""
+    """Return the argv that runs a command line: in bash, or else in the system's shell."""
     import shutil
     bash = shutil.which("bash")
     if bash and not (WINDOWS and "system32" in bash.lower()):    # that one would start a Linux
         if "|" in command:
             # A pipe hides a failure in its middle; 141 is only a reader that had enough (head).
-            command = ("exec 3>&1; trap 'for s in \"${PIPESTATUS[@]}\"; do case $s in 0|141) ;; *) "
-                       "echo \"[exit codes in the pipe: ${PIPESTATUS[*]}]\" >&3; break; esac; done' "
-                       "EXIT\n" + command)
+            command = ("exec 3>&1; trap 'p=(\"${PIPESTATUS[@]}\"); for s in \"${p[@]}\"; do "
+                       "case $s in 0|141) ;; *) echo \"[exit codes in the pipe: ${p[*]}]\" >&3; "
+                       "break; esac; done' EXIT\n" + command)
         return [bash, "-c", command]
     return ["cmd", "/d", "/c", command] if WINDOWS else ["/bin/sh", "-c", command]
 
@@ -2195,13 +2198,13 @@ class ShellTools:
             raise ToolError(f"could not be started: {getattr(e, 'strerror', None) or e}") from None
 
     def run_argv(self, argv: list[str], cancel: Cancel, timeout_s: float = 0) -> str:
-        """Run a program to its end and return exit code and output.  Raises ToolError, Cancelled."""
+        """Run a program to its end; return exit code and output.  Raises ToolError, Cancelled."""
         process, timeout_s = self._start(argv), timeout_s or self.timeout_s
         try:
             code = process.wait(timeout_s, cancel)
         except TimeoutError:
-            raise ToolError(f"no end after {timeout_s:g} s, so the command was killed; use background "
-                            f"for what runs long.\n{process.output.text()}") from None
+            raise ToolError(f"no end after {timeout_s:g} s, so the command was killed; use "
+                            f"background for what runs long.\n{process.output.text()}") from None
         return f"Command finished ({_exit(code)})\n{process.output.text()}"
 
     @tool(3)
@@ -2263,7 +2266,7 @@ class ShellTools:
 
 
 def _exit(code):
-    return f"exit code: {code}" if code >= 0 else f"exit code: {128 - code}, killed by signal {-code}"
+    return f"exit code: {code}" if code >= 0 else f"exit code: {128 - code}, by signal {-code}"
 
 
 def builtin_tools(files: FileTools, shell: ShellTools) -> list[Tool]:
@@ -2274,7 +2277,7 @@ def builtin_tools(files: FileTools, shell: ShellTools) -> list[Tool]:
 # =============================================================================
 # 6. AGENT
 # =============================================================================
-# An agent is just a loop: ask the model; if it calls tools, run them, append the results, ask again.
+# An agent is just a loop: ask the model; if it calls tools, run them, add the results, ask again.
 #
 #     run:  user message --> query --> no tool calls? --> the answer
 #                              ^            |
@@ -2289,13 +2292,13 @@ def builtin_tools(files: FileTools, shell: ShellTools) -> list[Tool]:
 
 STUCK_AFTER = 6                          # rounds with at most two different ones among them
 
-SYSTEM_PROMPT = """You are PaiCLI, a coding agent that works in a terminal for the person who started you.
+SYSTEM_PROMPT = """You are PaiCLI, a coding agent in the terminal of the person who started you.
 Workspace: {root} ({system}). Paths are relative to it.
 
-Work on the task until it is done: think, call tools, look at the results, go on. When nothing is left
-to do, answer without a tool call. Your tools: {tools}.
+Work on the task until it is done: think, call tools, look at the results, go on. When nothing is
+left to do, answer without a tool call. Your tools: {tools}.
 - Look before you act: read a file before you change it, list a folder before you guess names.
-- Change files with edit_file (small, exact edits) or write_file; run what you changed, where you can.
+- Change files with edit_file (small, exact edits) or write_file; run what you changed if you can.
 - Independent reads may go into one reply; they run in parallel.
 - A result that begins with "Error:" did not happen. Read it, and try another way; do not repeat it.
 - A call that the person did not allow stays undone: ask, or do without it.
@@ -2369,11 +2372,11 @@ class Agent:
                     return self._end("empty", "No response from the model.")
                 return self._end("done", reply.text, assistant_message(reply))
             if self.act(reply, cancel):
-                return self._end("stagnation", "Stopped: the same calls gave the same results again "
-                                               "and again. Say what to do differently.")
+                return self._end("stagnation", "Stopped: the same calls gave the same results "
+                                 "again and again. Say what to do differently.")
             if self.token_budget and self.usage.input + self.usage.output >= self.token_budget:
-                return self._end("tokens", f"Stopped: this turn used its {self.token_budget} tokens "
-                                           "(PAICLI_TOKEN_BUDGET). Say 'go on' to continue.")
+                return self._end("tokens", f"Stopped: this turn used its {self.token_budget} "
+                                 "tokens (PAICLI_TOKEN_BUDGET). Say 'go on' to continue.")
         return self._end("rounds", f"Stopped after {self.max_rounds} rounds (PAICLI_MAX_ROUNDS). "
                                    "Say 'go on' to continue.")
 
@@ -2402,8 +2405,8 @@ class Agent:
         """
         self.memory.add(assistant_message(reply))
         if reply.finish == "length":
-            results = self.toolbox.refuse_all(reply.tool_calls, "the reply was cut off at the output "
-                                              "limit, so nothing was run; send smaller pieces")
+            why = "the reply was cut off at the output limit: nothing was run; send smaller pieces"
+            results = self.toolbox.refuse_all(reply.tool_calls, why)
         else:
             results = self.toolbox.run_all(reply.tool_calls, cancel)
         self._recent.append(tuple((r.call.name, _same(r.call.arguments), r.text) for r in results))
@@ -2453,29 +2456,22 @@ def _same(arguments):
 #     "/level 2" --> the table --> level(app, "2") --> "Level 2: ..."
 #
 # The table is the help, the completion and the dispatch in one.  A command prints nothing and asks
-# nothing; it changes the app's parts, or tells of them.  They also run alone, from the command line.
+# nothing; it changes the app's parts, or tells of them.  Each also runs alone: paicli.py /tools.
 # Trap: an unknown /x must never reach the model, it is a typing error with a cost.
 # To add one: write the function, add a line to the table.
 # Tests: TestCommands (exercise, 1 of 3 stars).  Try: /help.
 
 
-class Command(NamedTuple):
-    """A line of the table."""
-    run: Callable                        # (app, arguments: str) -> str
-    usage: str
-    help: str
-
-
-def commands() -> dict[str, Command]:
-    """Return the table: name -> Command."""
+def commands() -> dict[str, tuple]:
+    """Return the table: name -> (function, arguments, help)."""
     return {
-        "/help": Command(show_help, "/help", "this list"),
-        "/clear": Command(clear_history, "/clear", "start a new conversation"),
-        "/model": Command(choose_model, "/model [NAME]", "show the models, or use PROVIDER[:MODEL] or URL#MODEL"),
-        "/level": Command(choose_level, "/level [N]", "what runs unasked: 1 reads, 2 writes, 3 commands"),
-        "/tools": Command(list_tools, "/tools [reload]", "list the tools, or load tools.py and tools.json again"),
-        "/trace": Command(switch_trace, "/trace [on|off]", "show each request and reply, for learners"),
-        "/exit": Command(leave, "/exit", "leave; so does Ctrl-D"),
+        "/help": (show_help, "", "this list"),
+        "/clear": (clear_history, "", "start a new conversation"),
+        "/model": (choose_model, "[NAME]", "show the models; use PROVIDER[:MODEL] or URL#MODEL"),
+        "/level": (choose_level, "[N]", "what runs unasked: 1 reads, 2 writes, 3 commands"),
+        "/tools": (list_tools, "[reload]", "list the tools; load tools.py and tools.json again"),
+        "/trace": (switch_trace, "[on|off]", "show each request and reply, for learners"),
+        "/exit": (leave, "", "leave; so does Ctrl-D"),
     }
 
 
@@ -2485,14 +2481,15 @@ def run_command(app, line: str) -> str:
     table = commands()
     if name not in table:
         raise ConfigError(f"no command {name}{did_you_mean(name, table) or '; see /help'}")
-    return table[name].run(app, arguments.strip())
+    return table[name][0](app, arguments.strip())
 
 
 def show_help(app, arguments: str) -> str:
     """List the commands."""
-    lines = [f"  {c.usage:16} {c.help}" for c in commands().values()]
-    return "\n".join(["Commands:", *lines, "Type a question or a task. @path puts a file into the message; "
-                      '""" begins and ends a text of several lines; Ctrl-C stops a turn.'])
+    lines = [f"  {name + ' ' + usage:16} {help_}" for name, (_, usage, help_) in commands().items()]
+    more = ("Or type a question or a task. @path puts a file into it; "
+            'three quotes """ begin and end one of several lines; Ctrl-C stops a turn.')
+    return "\n".join(["Commands:", *lines, more])
 
 
 def clear_history(app, arguments: str) -> str:
@@ -2511,14 +2508,16 @@ def choose_model(app, arguments: str) -> str:
     """Show the providers, or change the model."""
     if arguments:
         app.use_model(arguments)
-        endpoint = app.agent.model.endpoint
-        return f"Model: {endpoint.name}, {endpoint.model} at {endpoint.base_url}"
-    current = getattr(app.agent.model, "endpoint", None)
-    lines = [f"  {name:11} {p.model:18} " + ("needs no key" if not p.needs_key else
-             f"{p.prefix}_API_KEY " + ("is set" if app.config.get(p.prefix + "_API_KEY") else "is not set"))
-             for name, p in PROVIDERS.items()]
+        provider = app.agent.model.provider
+        return f"Model: {provider.name}, {provider.model} at {provider.base_url}"
+    lines = []
+    for p in PROVIDERS.values():
+        is_set = "is set" if app.config.get(p.prefix + "_API_KEY") else "is not set"
+        key = f"{p.prefix}_API_KEY {is_set}" if p.needs_key else "needs no key"
+        lines.append(f"  {p.name:11} {p.model:18} {key}")
+    current = getattr(app.agent.model, "provider", None)
     now = f"{current.name}, {current.model}" if current else "the demo model, keyword rules"
-    return "\n".join([f"Model: {now}. Change it: /model PROVIDER[:MODEL] or /model URL#MODEL", *lines])
+    return "\n".join([f"Model: {now}. Another: /model PROVIDER[:MODEL] or URL#MODEL", *lines])
 
 
 def choose_level(app, arguments: str) -> str:
@@ -2527,7 +2526,8 @@ def choose_level(app, arguments: str) -> str:
         if arguments not in ("1", "2", "3"):
             raise ConfigError("the level is 1 (read), 2 (write) or 3 (execute)")
         app.approver.level = int(arguments)
-    return f"Level {app.approver.level}: runs unasked up to {LEVELS[app.approver.level]}; the rest is asked."
+    now = app.approver.level
+    return f"Level {now}: runs unasked up to {LEVELS[now]}; above that you are asked."
 
 
 def list_tools(app, arguments: str) -> str:
@@ -2551,6 +2551,7 @@ def load_plugins(app) -> list[str]:
     app.agent.toolbox.remove(app.plugin_names)
     app.plugin_names, notices = [], []
     home, folder = app.config.home, os.path.join(app.config.cwd, ".paicli")
+    is_home = os.path.realpath(folder) == os.path.realpath(home)
     for path, load in ((os.path.join(home, "tools.py"), tools_from_module),
                        (os.path.join(home, "tools.json"),
                         lambda p: tools_from_json(p, app.shell.run_argv, app.http))):
@@ -2561,8 +2562,8 @@ def load_plugins(app) -> list[str]:
         except ConfigError as e:
             notices.append(f"⚠️ {e}")
     for name in ("tools.py", "tools.json"):
-        if os.path.isfile(os.path.join(folder, name)) and os.path.realpath(folder) != os.path.realpath(home):
-            notices.append(f"⚠️ .paicli/{name} of this folder is not loaded: a folder's tools need trust")
+        if not is_home and os.path.isfile(os.path.join(folder, name)):
+            notices.append(f"⚠️ this folder's .paicli/{name} is not loaded: that would need trust")
     app.agent.system = system_prompt(app.config.cwd, app.agent.toolbox.tools, app.project_notes)
     return notices
 
@@ -2590,7 +2591,7 @@ def with_files(files: FileTools, text: str) -> str:
 # turns Ctrl-C into cancel.set().  A question is an event that carries the queue for its answer.
 # Trap: a terminal obeys what is printed.  Text of models, files and commands passes visible(), or
 # an escape sequence in a README rewrites the question a person is about to answer.
-# Simplified: Markdown is styled, not laid out; no full-screen drawing, so copy and scroll just work.
+# Simplified: Markdown is styled, not laid out; nothing is full-screen, so copy and scroll work.
 # Tests: TestTerminal (exercise, 3 of 3 stars).
 
 BANNER = r"""
@@ -2614,19 +2615,20 @@ HELP = """usage: paicli.py [options] [MESSAGE...]     no message: the REPL
   --trace         show each request and reply, for learners
   --version, --help
 
-Exit code: 0 done, 1 error, 2 wrong usage, 130 interrupted.  Keys: GLM_API_KEY=... in the environment,
-./.env or ~/.paicli/.env."""
-DEMO_EXAMPLES = ("create a java project demo",
-                 "in demo/src/main/java/com/example create Hello.java that prints Hello World",
-                 "read demo/src/main/java/com/example/Hello.java, then change the output to Hello PaiCLI",
-                 "go into demo, compile and run Hello.java")
+Exit code: 0 done, 1 error, 2 wrong usage, 130 interrupted.
+Keys: GLM_API_KEY=... in the environment, ./.env or ~/.paicli/.env."""
+DEMO_EXAMPLES = (
+    "create a java project demo",
+    "in demo/src/main/java/com/example create Hello.java that prints Hello World",
+    "read demo/src/main/java/com/example/Hello.java, then change the output to Hello PaiCLI",
+    "go into demo, compile and run Hello.java")
 STYLES = {"bold": "1", "dim": "2", "cyan": "36", "red": "31", "green": "32"}
 
 
 # ---- widths
 
 def clusters(text: str) -> Iterator[tuple[str, int]]:
-    """Yield what a terminal shows as one, with its width in columns: 你 2, é 1, a family emoji 2."""
+    """Yield what a terminal shows as one, with its width in columns: 你 2, é 1, a flag 2."""
     import unicodedata
     cluster, width = "", 0
     for ch in text:
@@ -2664,10 +2666,10 @@ def fit(text: str, columns: int) -> str:
 # ---- drawing
 
 class Markdown:
-    """Styles streamed Markdown: headings, **bold**, `code`, fences.  A mark may arrive in pieces."""
+    """Styles streamed Markdown: headings, **bold**, `code`, fences; marks may come in pieces."""
 
     def __init__(self, style: Callable[[str, str], str]):
-        self._style, self._held = style, ""               # _held: the end of the text, not shown yet
+        self._style, self._held = style, ""               # _held: the end, not shown yet
         self._has_begun = False          # part of the current line is shown
         self._mode = ""                  # bold, code or fence
 
@@ -2804,7 +2806,8 @@ class Screen:
         outcome = next((line for line in event["text"].split("\n") if line.strip()), "")
         mark = "✅" if event["ok"] else "❌"
         head = fit(f"🔧 {event['tool']}({one_line(arguments)})", max(20, self.columns() // 2))
-        self.line(fit(f"{head} {mark} {event['seconds']:.1f} s  {one_line(outcome)}", self.columns()))
+        line = f"{head} {mark} {event['seconds']:.1f} s  {one_line(outcome)}"
+        self.line(fit(line, self.columns()))
         self._waiting("🤔 Thinking...")
 
     def _on_usage(self, event):
@@ -2889,9 +2892,9 @@ class Prompt:
         if state == 0:
             if text.startswith("@"):
                 import glob
-                found = glob.glob(os.path.join(glob.escape(self._root), glob.escape(text[1:]) + "*"))
-                self._matches = ["@" + os.path.relpath(p, self._root) + ("/" if os.path.isdir(p) else "")
-                                 for p in sorted(found)]
+                start = os.path.join(glob.escape(self._root), glob.escape(text[1:]))
+                self._matches = ["@" + os.path.relpath(p, self._root) + "/" * os.path.isdir(p)
+                                 for p in sorted(glob.glob(start + "*"))]
             else:
                 self._matches = [w for w in self._words if text and w.startswith(text)]
         return self._matches[state] if state < len(self._matches) else None
@@ -2948,8 +2951,8 @@ class Approver:
             answer = self._ask(f"❓ {tool.name} (level {tool.level}, {LEVELS[tool.level]}){why}\n"
                                f"    {text}\nRun it? [y/N] ", cancel)
         if answer is None:
-            return Decision("deny", "there is no terminal to ask on; the person can start paicli with "
-                                    f"--level {tool.level}")
+            return Decision("deny", "there is no terminal to ask on; the person can start paicli "
+                                    f"with --level {tool.level}")
         if answer.strip().lower() in ("y", "yes"):
             return Decision("allow")
         return Decision("deny", "the person said no")
@@ -2984,15 +2987,15 @@ class App:
 
     def use_model(self, choice: str = "") -> str:
         """Talk to another model from now on; return a notice or "".  Raises ConfigError."""
-        endpoint = choose_endpoint(self.config, choice)
+        provider = choose_provider(self.config, choice)
 
         def on_trace(kind, body):
             if self.trace:
                 self.events.put({"type": "trace", "kind": kind,
                                  "body": json.loads(self.mask(json.dumps(body)))})
-        self.agent.model = ChatModel(self.http, endpoint, on_trace,
+        self.agent.model = ChatModel(self.http, provider, on_trace,
                                      self.config.context_window)
-        return endpoint.notice
+        return provider.notice
 
     def close(self) -> None:
         """Stop what still runs."""
@@ -3066,10 +3069,10 @@ def run_turn(app: App, screen, text: str) -> int:
 
 
 def run_line(app: App, screen, line: str) -> int:
-    """Do what was typed, a command or a message; return the exit code.  Errors become a sentence."""
+    """Do what was typed, a command or a message; return the exit code.  An error is a sentence."""
+    line = {"clear": "/clear", "exit": "/exit", "quit": "/exit", "/quit": "/exit"}.get(line, line)
     try:
-        if line in ("clear", "exit", "quit") or line.startswith("/"):
-            line = {"clear": "/clear", "exit": "/exit", "quit": "/exit", "/quit": "/exit"}.get(line, line)
+        if line.startswith("/"):
             screen.answer(run_command(app, line))
             return 0
         return run_turn(app, screen, line)
@@ -3167,8 +3170,8 @@ def dispatch(config: Config) -> int:
         screen = JsonLines(sys.stdout) if config.json and not is_command else Screen(
             sys.stdout, sys.stderr, config)
         if config.demo and not plays:
-            complain(app, "Demo model: keyword rules, no intelligence. Level 3: it runs commands in "
-                          + config.cwd)
+            complain(app, "Demo model: keyword rules, no intelligence. "
+                          f"Level 3: it runs commands in {config.cwd}")
         return play_demo(app, screen) if plays else run_line(app, screen, words)
 
 
@@ -3176,9 +3179,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run PaiCLI with these arguments; return the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if stream and hasattr(stream, "reconfigure"):     # an emoji must never be a traceback
-            is_ascii = (stream.encoding or "").lower().replace("-", "") in ("ascii", "ansi_x3.41968")
+            is_ascii = (stream.encoding or "").lower() in ("ascii", "us-ascii", "ansi_x3.4-1968")
             stream.reconfigure(encoding="utf-8" if is_ascii else None, errors="replace")
-    for name in ("SIGTERM", "SIGHUP"):                    # end by the same way out, which kills children
+    for name in ("SIGTERM", "SIGHUP"):                    # the same way out, which kills children
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda signum, frame: sys.exit(128 + signum))
     try:

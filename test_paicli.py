@@ -791,9 +791,9 @@ class TestModel(Case):
     def ask(self, *script, messages=None, tools=(), provider="glm", cancel=None, **options):
         """Ask a ChatModel on a scripted server; self.deltas has what was streamed."""
         server = self.asked = self.server(*script)
-        endpoint = paicli.Endpoint(provider, server.url, "glm-5.1", "key-1234", paicli.PROVIDERS[provider])
+        provider = paicli.PROVIDERS[provider]._replace(base_url=server.url, model="glm-5.1", api_key="key-1234")
         self.deltas, self.cancel = [], cancel or FakeCancel()
-        chat = paicli.ChatModel(self.http(), endpoint, **options)
+        chat = paicli.ChatModel(self.http(), provider, **options)
         return chat.reply(messages or [{"role": "user", "content": "hi"}], list(tools),
                           lambda kind, text: self.deltas.append((kind, text)), self.cancel)
 
@@ -954,13 +954,13 @@ class TestModel(Case):
 
     def choose(self, choice="", argv=(), **environ):
         config = paicli.load_config(list(argv), environ, self.folder, self.folder)
-        return paicli.choose_endpoint(config, choice)
+        return paicli.choose_provider(config, choice)
 
     def test_a_provider_is_its_url_model_and_key(self):
         chosen = self.choose(GLM_API_KEY="k" * 9)
-        self.assertEqual(("glm", "https://open.bigmodel.cn/api/paas/v4", "glm-5.1", "k" * 9), chosen[:4])
+        self.assertEqual(("glm", "https://open.bigmodel.cn/api/paas/v4", "glm-5.1", "k" * 9), chosen[:3] + (chosen.api_key,))
         chosen = self.choose("deepseek:other", DEEPSEEK_API_KEY="d" * 9, DEEPSEEK_BASE_URL="https://mine.example/v1/")
-        self.assertEqual(("deepseek", "https://mine.example/v1", "other", "d" * 9), chosen[:4])
+        self.assertEqual(("deepseek", "https://mine.example/v1", "other", "d" * 9), chosen[:3] + (chosen.api_key,))
         self.assertEqual("m", self.choose(PAICLI_MODEL="openai:m").model)
         self.assertEqual("glm-4.7", self.choose("glm", GLM_MODEL="glm-4.7").model)
         self.assertIn("/coding/", self.choose("glm-coding", GLM_API_KEY="k").base_url)
@@ -981,7 +981,7 @@ class TestModel(Case):
             self.assertEqual(("https://open.bigmodel.cn/api/paas/v4", True), (chosen.base_url, "evil.example" in chosen.notice))
         self.write(".env", "GLM_BASE_URL=https://evil.example/v1\nGLM_API_KEY=theirs\nPAICLI_MODEL=https://evil.example/v1#m\n")
         self.raises(paicli.ConfigError, "trust", self.choose)
-        self.assertEqual(("https://open.bigmodel.cn/api/paas/v4", ""), self.choose("glm")[1:4:2])
+        self.assertEqual(("https://open.bigmodel.cn/api/paas/v4", ""), (self.choose("glm").base_url, self.choose("glm").api_key))
         self.write(".env", "GLM_BASE_URL=http://localhost:1/v1\n")
         self.assertEqual("http://localhost:1/v1", self.choose().base_url)
         self.assertIn("set both in one place", self.choose(GLM_API_KEY="k" * 9).notice)
@@ -996,11 +996,11 @@ class TestModel(Case):
             server.url, server.url, "http://127.0.0.1:1")])
 
     def test_errors_of_the_server_keep_their_code(self):
-        endpoint = self.choose()
-        error = paicli.model_error(500, {"error": {"code": "x1", "message": "m" * 900}}, endpoint, 4)
+        provider = self.choose()
+        error = paicli.model_error(500, {"error": {"code": "x1", "message": "m" * 900}}, provider, 4)
         self.assertEqual(("x1", True, 4), (error.code, error.is_temporary, error.retry_after_s))
         self.assertLess(len(str(error)), 600)
-        self.assertFalse(paicli.model_error(400, "text", endpoint).is_temporary)
+        self.assertFalse(paicli.model_error(400, "text", provider).is_temporary)
 
     def test_the_demo_model_plays_the_tutorial(self):
         model, messages = paicli.DemoModel(), []
@@ -1090,14 +1090,14 @@ class TestTools(Case):
 
     def test_what_breaks_the_schema_is_named_by_its_field(self):
         schema = {"type": "object", "required": ["path"], "additionalProperties": False, "properties": {
-            "path": {"type": "string"}, "mode": {"enum": ["r", "w"]}, "n": {"type": "integer", "minimum": 1, "maximum": 9},
+            "path": {"type": "string"}, "mode": {"enum": ["r", "w"]}, "n": {"type": "integer"},
             "list": {"type": "array", "items": {"type": "object", "properties": {"x": {"type": "integer"}}}},
-            "any": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "ref": {"$ref": "#/x"}, "word": {"pattern": "^a", "maxLength": 2}}}
-        good = {"path": "a", "mode": "r", "n": "5", "list": '[{"x": "1"}]', "any": None, "ref": [1], "word": "ab"}
+            "any": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "ref": {"$ref": "#/x"}}}
+        good = {"path": "a", "mode": "r", "n": "5", "list": '[{"x": "1"}]', "any": None, "ref": [1]}
         self.assertEqual({**good, "n": 5, "list": [{"x": 1}], "any": None}, {"any": None, **paicli.check_value(schema, good)})
-        for change, said in (({"path": None}, "path should be of type string"), ({"mode": "x"}, 'mode should be one of \\["r", "w"\\], not "x"'),
-                             ({"n": 0}, "n: 0 breaks minimum 1"), ({"n": 10}, "maximum"), ({"list": [{"x": "y"}]}, r"list\[0\].x should be"),
-                             ({"any": "x"}, "any should be"), ({"word": "b"}, "pattern"), ({"word": "abc"}, "maxLength"),
+        for change, said in (({"path": None}, "path should be of type string"), ({"mode": "x"}, 'mode should be one of "r", "w", not "x"'),
+                             ({"n": "x"}, "n should be of type integer"), ({"list": [{"x": "y"}]}, r"list\[0\].x should be"),
+                             ({"any": "x"}, "any should be"),
                              ({"nope": 1}, "unknown: nope; there are path, mode")):
             self.raises(paicli.ToolError, said, paicli.check_value, schema, {**good, **change})
         self.raises(paicli.ToolError, "missing: path", paicli.check_value, schema, {})
@@ -1621,7 +1621,7 @@ class TestCommands(Case):
         app = self.app(GLM_API_KEY="k" * 9)
         self.assertRegex(paicli.choose_model(app, ""), r"^Model: glm, glm-5\.1\.(.|\n)*GLM_API_KEY is set(.|\n)*OPENAI_API_KEY is not set")
         self.assertIn("qwen3:4b at http://localhost:11434", paicli.choose_model(app, "ollama:qwen3:4b"))
-        self.assertEqual("ollama", app.agent.model.endpoint.name)
+        self.assertEqual("ollama", app.agent.model.provider.name)
         self.raises(paicli.ConfigError, "no provider", paicli.choose_model, app, "nobody")
         self.assertIn("demo model", paicli.choose_model(self.app("--demo"), ""))
 
