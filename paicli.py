@@ -909,8 +909,8 @@ def choose_provider(config: Config, choice: str = "") -> Provider:
 def _provider_at_url(config, chosen):
     url, _, model = chosen.value.partition("#")
     if _is_redirect(chosen):
-        raise ConfigError(f"./.env chooses the model at {_host(url)}: that needs your trust; if you "
-                          f"mean it, say --model '{chosen.value}' yourself")
+        raise ConfigError(f"./.env chooses the model at {_host(url)}: that needs your trust; if "
+                          f"you mean it, say --model '{chosen.value}' yourself")
     for p in PROVIDERS.values():                          # the key of a host is for that host only
         if p.needs_key and _host(p.base_url) == _host(url) and url.startswith("https://"):
             key = _header_safe(p, config.get(p.prefix + "_API_KEY"))

@@ -1675,6 +1675,53 @@ class Stream(io.StringIO):
         self.isatty = lambda: is_terminal
 
 
+class Typist:
+    """Someone at a terminal: the program runs on a pseudo-terminal of this size."""
+
+    def __init__(self, *args, cwd, columns=80, **variables):
+        import fcntl
+        import pty
+        import struct
+        import termios
+        env = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.getcwd(), **variables}
+        self.seen = ""
+        self.pid, self.fd = pty.fork()
+        if not self.pid:
+            try:
+                os.chdir(cwd)
+                os.execve(sys.executable, [sys.executable, str(HERE / "test_paicli.py"), "run", *args], env)
+            finally:
+                os._exit(99)
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def see(self, pattern, seconds=10):
+        """Wait until what came since the last see() matches; return it, or fail."""
+        import select
+        deadline = time.monotonic() + seconds
+        while not re.search(pattern, self.seen):
+            if not select.select([self.fd], [], [], max(0, deadline - time.monotonic()))[0]:
+                raise AssertionError(f"no {pattern!r} on the screen: {self.seen[-1500:]!r}")
+            try:
+                data = os.read(self.fd, 65536)
+            except OSError:                  # Linux says so when the program has ended
+                data = b""
+            if not data:
+                raise AssertionError(f"ended without {pattern!r}: {self.seen[-1500:]!r}")
+            self.seen += data.decode("utf-8", "replace")
+        seen, self.seen = self.seen, ""
+        return seen
+
+    def type(self, text):
+        os.write(self.fd, text.encode("utf-8"))
+
+    def code(self):
+        """Wait for the end; return the exit code."""
+        with contextlib.suppress(AssertionError):
+            self.see("(?!)")
+        os.close(self.fd)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
 class TestTerminal(Case):
     """Section 23.  Three stars of three."""
 
@@ -1851,6 +1898,75 @@ class TestTerminal(Case):
             done = self.run_in("--demo", "list .", PAICLI_HOME=home)
             self.assertEqual((0, 1), (done.returncode, done.stderr.count("can't be used")), done.stderr)
 
+    def typist(self, *args, **options):
+        options.setdefault("PAICLI_HOME", self.home)
+        return Typist(*args, cwd=self.path("work"), **options)
+
+    @unittest.skipUnless(POSIX, "a pseudo-terminal")
+    def test_a_person_talks_to_it_until_they_leave(self):
+        person = self.typist("--demo")
+        self.assertIn("Tips", person.see("You: "))
+        person.type("list .\r")
+        self.assertRegex(person.see("(?s)Token usage.*You: "), r"(?s)list_dir\(path=\.\) ✅.*Agent: \(empty folder\)")
+        person.type("/nope\r")
+        person.see("Error: no command /nope(?s:.*)You: ")
+        person.type('"""\rlist\r   work\r"""\r')
+        person.see("there is no|Listing failed(?s:.*)You: ")
+        person.type("/he\t\r")
+        person.see("Commands:(?s:.*)You: ")
+        person.type("exit\r")
+        self.assertEqual(0, person.code())
+        with open(os.path.join(self.home, "history"), encoding="utf-8") as f:
+            self.assertIn("list .", f.read())
+        self.assertEqual(0o600, stat.S_IMODE(os.stat(os.path.join(self.home, "history")).st_mode))
+
+    @unittest.skipUnless(POSIX, "a pseudo-terminal")
+    def test_a_pasted_text_is_one_message(self):
+        for before, after in (("\x1b[200~", "\x1b[201~"), ("", "")):     # a terminal with bracketed paste, one without
+            server = self.server(says("ok"))
+            person = self.typist(PAICLI_MODEL=server.url + "#m")
+            person.see("You: ")
+            person.type(f"{before}first\nsecond\nthird{after}\r")
+            person.see("Token usage")
+            self.assertEqual("first\nsecond\nthird", server.requests[0]["body"]["messages"][-1]["content"])
+            person.type("\x04")
+            self.assertEqual(0, person.code())
+
+    @unittest.skipUnless(POSIX, "a pseudo-terminal")
+    def test_a_question_is_answered_by_a_person_not_by_what_was_typed_before(self):
+        wanted = calls(("execute_command", {"command": "echo made > made", "reason": "to see"}))
+        server = self.server(wanted, says("denied"), wanted, says("allowed"))
+        person = self.typist(PAICLI_MODEL=server.url + "#m", columns=30)
+        person.see("You: ")
+        person.type("go\r")
+        person.see(r"to see\s+command: echo made > made\s+Run it\? \[y/N\] ")
+        person.type("\r")
+        person.see("(?s)denied.*You: ")
+        self.assertFalse(os.path.exists(self.path("work/made")))
+        person.type("go\r")
+        person.see("y/N")
+        person.type("y\r")
+        person.see("(?s)allowed.*You: ")
+        self.assertTrue(os.path.exists(self.path("work/made")))
+        person.type("exit\r")
+        self.assertEqual(0, person.code())
+
+    @unittest.skipUnless(POSIX, "a pseudo-terminal")
+    def test_ctrl_c_stops_a_turn_and_twice_at_the_prompt_leaves(self):
+        server = self.server(streams_then_waits(chunk("Hel")), says("again"))
+        person = self.typist(PAICLI_MODEL=server.url + "#m")
+        person.see("You: ")
+        person.type("go\r")
+        person.see("Hel")
+        person.type("\x03")
+        person.see("(?s)stopped.*You: ")
+        person.type("go on\r")
+        person.see("(?s)again.*You: ")
+        person.type("\x03")
+        person.see("(?s)Ctrl-C again.*You: ")
+        person.type("\x03")
+        self.assertEqual(130, person.code())
+
     @unittest.skipUnless(POSIX, "signals")
     def test_ctrl_c_stops_turn_and_command_and_exits_130(self):
         mark = f"33{os.getpid()}"
@@ -1961,6 +2077,78 @@ def show_map():
         print(f"{one.first + 1:5}  {one.number:2}. {one.title:16} {one.last - one.first + 1:4} lines")
 
 
+# The least a turn can cost: the same requests with nothing around them.
+FLOOR = """
+import http.client, json, subprocess, sys
+from urllib.parse import urlsplit
+url = urlsplit(sys.argv[1])
+tools = [{"type": "function", "function": {"name": "execute_command", "description": "Run.", "parameters": {
+    "type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}}}]
+messages = [{"role": "system", "content": "You are a coding agent."}, {"role": "user", "content": sys.argv[2]}]
+connection = http.client.HTTPConnection(url.hostname, url.port)
+while True:
+    body = json.dumps({"model": "m", "messages": messages, "tools": tools, "stream": True})
+    connection.request("POST", "/chat/completions", body, {"Content-Type": "application/json"})
+    reply, text, calls = connection.getresponse(), "", {}
+    for line in reply:
+        if line.startswith(b"data:") and b"[DONE]" not in line:
+            for choice in json.loads(line[5:])["choices"]:
+                text += choice["delta"].get("content") or ""
+                for c in choice["delta"].get("tool_calls") or ():
+                    calls[c["index"]] = c
+    reply.read()
+    if not calls:
+        print(text)
+        break
+    messages.append({"role": "assistant", "content": text, "tool_calls": [{**c, "type": "function"} for c in calls.values()]})
+    for c in calls.values():
+        done = subprocess.run(json.loads(c["function"]["arguments"])["command"], shell=True, capture_output=True, text=True)
+        messages.append({"role": "tool", "tool_call_id": c["id"], "content": done.stdout or "-"})
+"""
+
+
+def bench():
+    """Print what PaiCLI costs, in user+system CPU of the whole process, against FLOOR in the same run."""
+    import resource
+    import statistics
+
+    def answers(handler):
+        messages = handler.fake.requests.pop()["body"]["messages"]
+        asked = re.findall(r"\d+$", next(m["content"] for m in messages if m["role"] == "user"))
+        n_done = sum(m["role"] == "tool" for m in messages)
+        is_over = not asked or n_done >= int(asked[0])
+        handler.fake.script.append(answers)
+        handler.answer(*(says("Done.") if is_over else calls(("execute_command", {"command": f"true {n_done}"}))))
+
+    with tempfile.TemporaryDirectory() as folder, FakeServer(answers) as server:
+        floor_path = pathlib.Path(folder, "floor.py")
+        floor_path.write_text(FLOOR, encoding="utf-8")
+        env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON") and not k.lower().endswith("_proxy")}
+        env.update(PAICLI_HOME=os.path.join(folder, "home"), PAICLI_MODEL=server.url + "#m", PAICLI_LEVEL="3")
+
+        def cost_ms(*argv):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, *argv], cwd=HERE, env=env, stdin=subprocess.DEVNULL, check=True,
+                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            return 1000 * (after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+
+        def floor(message):
+            return cost_ms(str(floor_path), server.url, message)
+        print(f"Python {sys.version.split()[0]}; CPU of the whole process, medians of 20 pairs (7 for rounds)")
+        for name, argv, limit in (("python -m paicli MESSAGE", ["-m", "paicli"], 1.6), ("python paicli.py MESSAGE", ["paicli.py"], 2.1)):
+            cost_ms(*argv, "hi"), floor("hi")
+            pairs = [(cost_ms(*argv, "hi"), floor("hi")) for _ in range(20)]
+            mine, least = (statistics.median(column) for column in zip(*pairs))
+            ratio = statistics.median(a / b for a, b in pairs)
+            print(f"  {name:26} {mine:6.1f} ms, floor {least:5.1f} ms: {ratio:.2f} times (limit {limit})")
+        more = []
+        for _ in range(7):
+            mine = (cost_ms("-m", "paicli", "loop 20") - cost_ms("-m", "paicli", "hi")) / 20
+            more.append(mine - (floor("loop 20") - floor("hi")) / 20)
+        print(f"  a round with a command     {statistics.median(more):6.2f} ms more than the floor's (limit 2.5)")
+
+
 def run(*args):
     """paicli.py ARGS, for tests that start the program."""
     sys.exit(paicli.main(list(args)))
@@ -1968,5 +2156,6 @@ def run(*args):
 
 if __name__ == "__main__":
     sys.modules["test_paicli"] = sys.modules["__main__"]
-    command = {"blank": blank, "check": check, "prove": prove, "map": show_map, "run": run}.get("".join(sys.argv[1:2]))
+    command = {"blank": blank, "check": check, "prove": prove, "map": show_map,
+               "bench": bench, "run": run}.get("".join(sys.argv[1:2]))
     command(*sys.argv[2:]) if command else unittest.main()
