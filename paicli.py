@@ -2715,9 +2715,10 @@ class Markdown:
 class Screen:
     """Draws events: the answer on `out`, everything else on `err`."""
 
-    def __init__(self, out, err, config: Config, streams: bool = False):
+    def __init__(self, out, err, config: Config, streams: bool = False, label: str = ""):
         self.out, self.err = out, err
         self.streams = streams           # show the answer while it comes; else once, when done
+        self.label = label               # what stands before an answer
         self.is_live = err.isatty() and not config.is_dumb
         self._has_color = self.is_live and config.color
         self._markdown = Markdown(self.style) if self._has_color and out.isatty() else None
@@ -2788,7 +2789,7 @@ class Screen:
         if self._kind != event["kind"]:
             self.settle()
             self._kind = event["kind"]
-            self.out.write("🤖 Agent: " if self._kind == "text" else "")
+            self.out.write(self.label if self._kind == "text" else "")
         text = visible(event["text"])
         if self._kind == "reasoning":
             text = self.style("dim", text)
@@ -2823,7 +2824,7 @@ class Screen:
     def _on_stop(self, event):
         is_shown = self.streams and event["reason"] == "done"
         if event["reason"] not in ("cancelled", "error") and not is_shown:
-            self.answer(event["text"])
+            self.answer(self.label + event["text"])
         self._activity = ""
         if self._usage:
             cached = f", cached={self._usage['cached']}" if self._usage["cached"] else ""
@@ -3126,7 +3127,6 @@ def play_demo(app: App, screen: Screen) -> int:
         if "compile" in example and not shutil.which("javac"):
             print("(left out: there is no javac here)")
             continue
-        screen.out.write("🤖 Agent: ")
         code = run_line(app, screen, example)
         if code:
             return code
@@ -3163,12 +3163,13 @@ def dispatch(config: Config) -> int:
             return 2
         app, notices = build(config)
         stack.callback(app.close)
+        label = "🤖 Agent: "
         if not words and not plays:
-            return repl(app, Screen(sys.stdout, sys.stdout, config, streams=True), notices)
+            return repl(app, Screen(sys.stdout, sys.stdout, config, True, label), notices)
         for notice in notices:
             complain(app, notice)
         screen = JsonLines(sys.stdout) if config.json and not is_command else Screen(
-            sys.stdout, sys.stderr, config)
+            sys.stdout, sys.stderr, config, label=label if plays else "")
         if config.demo and not plays:
             complain(app, "Demo model: keyword rules, no intelligence. "
                           f"Level 3: it runs commands in {config.cwd}")

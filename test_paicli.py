@@ -1740,7 +1740,7 @@ class TestTerminal(Case):
 
     def screen(self, is_terminal=False, streams=False, **environ):
         self.out, self.err = Stream(is_terminal), Stream(is_terminal)
-        return paicli.Screen(self.out, self.err, self.config(**environ), streams)
+        return paicli.Screen(self.out, self.err, self.config(**environ), streams, "Agent: " if streams else "")
 
     def test_text_is_measured_and_cut_by_what_a_terminal_shows(self):
         family = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
@@ -1786,7 +1786,7 @@ class TestTerminal(Case):
         for event in ({"type": "turn"}, {"type": "delta", "kind": "reasoning", "text": "hm"}, {"type": "delta", "kind": "text", "text": "**He"},
                       {"type": "delta", "kind": "text", "text": "y** \x1b]0;x"}, {"type": "stop", "reason": "done", "text": "**Hey**"}):
             screen.handle(event)
-        self.assertEqual("\x1b[2mhm\x1b[0m\n🤖 Agent: \x1b[1mHey\x1b[0m \\x1b]0;x\n", self.out.getvalue())
+        self.assertEqual("\x1b[2mhm\x1b[0m\nAgent: \x1b[1mHey\x1b[0m \\x1b]0;x\n", self.out.getvalue())
 
     def test_a_spinner_turns_only_on_a_terminal_and_is_taken_away(self):
         screen = self.screen(True, streams=True)
