@@ -240,22 +240,26 @@ class Job:
     def _run(self, function, arguments):
         try:
             self._outcome = (function(*arguments), None)
-        except Exception as e:           # border: thread entry; wait() raises it again
+        except BaseException as e:       # border: thread entry; wait() raises it again
             self._outcome = (None, e)
         self._end.set()
 
     def wait(self, cancel: Cancel | None = None, timeout_s: float | None = None):
         """Return the function's value.  Raises its error, Cancelled at once, or TimeoutError."""
+        error = self.error(cancel, timeout_s)
+        if error:
+            raise error
+        return self._outcome[0]
+
+    def error(self, cancel: Cancel | None = None, timeout_s: float | None = None):
+        """Wait as wait() does; return what the function raised, or None."""
         cancel, wake = cancel or Cancel(), threading.Event()
         with self._end.on_set(wake.set), cancel.on_set(wake.set):
             wake.wait(timeout_s)
         if self._outcome is None:
             cancel.check()
             raise TimeoutError("still running")
-        value, error = self._outcome
-        if error:
-            raise error
-        return value
+        return self._outcome[1]
 
 
 def run_parallel(name: str, functions: list[Callable]) -> list:
@@ -1010,6 +1014,23 @@ def parse_arguments(text: str) -> dict:
 
 # ---- what comes in
 
+def _dict(value):
+    """Servers send anything: a value if it is a dict, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def _dicts(value):
+    return [v for v in value if isinstance(v, dict)] if isinstance(value, list) else []
+
+
+def _text(value):
+    return value if isinstance(value, str) else ""
+
+
+def _count(value):
+    return value if isinstance(value, int) and 0 <= value < 1 << 40 else 0
+
+
 class _OpenCall:
     """A tool call whose pieces still arrive."""
 
@@ -1038,35 +1059,36 @@ class ReplyBuilder:
 
         A whole answer (message instead of delta) is the same with one piece.
         """
-        choices = event.get("choices")
-        for choice in choices if isinstance(choices, list) else ():
-            delta = choice.get("delta") or choice.get("message") or {}
+        for choice in _dicts(event.get("choices")):
+            delta = _dict(choice.get("delta") or choice.get("message"))
             self._add_text("reasoning", delta.get("reasoning_content") or delta.get("reasoning"))
             self._add_text("text", delta.get("content") or delta.get("refusal"))
-            for piece in delta.get("tool_calls") or ():
+            for piece in _dicts(delta.get("tool_calls")):
                 self._add_call(piece)
-            self.finish = choice.get("finish_reason") or self.finish
+            self.finish = _text(choice.get("finish_reason")) or self.finish
             self._add_usage(choice.get("usage"))
         self._add_usage(event.get("usage"))
 
     def _add_text(self, kind, value):
         if isinstance(value, list):                       # content as parts: [{"text": "..."}]
-            value = "".join(p.get("text") or "" for p in value if isinstance(p, dict))
-        if value and isinstance(value, str):
+            value = "".join(_text(p.get("text")) for p in _dicts(value))
+        if _text(value):
             self._pieces[kind].append(value)
             self._on_delta(kind, value)
 
     def _add_usage(self, usage):
         """The last one counts; servers repeat a running total, so a sum would be wrong."""
-        if isinstance(usage, dict) and usage.get("prompt_tokens") is not None:
-            details = usage.get("prompt_tokens_details") or {}
+        usage = _dict(usage)
+        if usage.get("prompt_tokens") is not None:
+            details = _dict(usage.get("prompt_tokens_details"))
             cached = details.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
-            self.usage = Usage(int(usage["prompt_tokens"]),
-                               int(usage.get("completion_tokens") or 0), int(cached or 0))
+            self.usage = Usage(_count(usage["prompt_tokens"]),
+                               _count(usage.get("completion_tokens")), _count(cached))
 
     def _add_call(self, piece):
-        function = piece.get("function") or {}
-        index, id_, name = piece.get("index"), piece.get("id") or "", function.get("name") or ""
+        function, index = _dict(piece.get("function")), piece.get("index")
+        index = index if isinstance(index, int) else None
+        id_, name = _text(piece.get("id")), _text(function.get("name"))
         call = self._continued(index, id_, name)
         if call is None:
             last = self._calls[-1].index if self._calls else 0
@@ -1076,7 +1098,7 @@ class ReplyBuilder:
         arguments = function.get("arguments")
         if isinstance(arguments, (dict, list)):           # some send the object itself
             arguments = json.dumps(arguments)
-        call.arguments += arguments or ""
+        call.arguments += _text(arguments)
 
     def _continued(self, index, id_, name):
         """Which open call a piece belongs to; None if it opens a new one.
@@ -1254,7 +1276,7 @@ class ChatModel:
         if error.status == 200:                           # JSON was promised and did not come
             return ModelError(str(error), "no-json")
         if not error.status:
-            return ModelError(str(error), "network", True)
+            return ModelError(str(error), "network", "CERTIFICATE_VERIFY" not in error.body)
         return model_error(error.status, body, self.provider, error.retry_after_s)
 
     def _how_to_start(self):
@@ -1650,12 +1672,10 @@ def tools_from_module(path: str, level_at_least: int = 1) -> list[Tool]:
     sys.modules.setdefault("paicli", sys.modules[__name__])
     spec = importlib.util.spec_from_file_location("paicli_tools", path)
     module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        tools = tools_in(module)
-    except Exception as e:               # border: somebody's code; it may do anything
-        raise ConfigError(f"{path} was not loaded: {type(e).__name__}: {e}") from e
-    return [t._replace(level=max(t.level, level_at_least)) for t in tools]
+    error = Job("tools.py", spec.loader.exec_module, module).error()     # it may do anything
+    if error:
+        raise ConfigError(f"{path} was not loaded: {type(error).__name__}: {error}")
+    return [t._replace(level=max(t.level, level_at_least)) for t in tools_in(module)]
 
 
 def tools_from_json(path: str, run_argv: Callable[[list, Cancel], str], http: Http,
@@ -2362,6 +2382,9 @@ class Agent:
         except PaiError as e:
             self._end("error", f"(Turn stopped: {e})")
             raise
+        finally:
+            if not self.stop_reason:                      # a bug: the history goes on all the same
+                self._end("error", "(Turn stopped by an internal error)")
 
     def _loop(self, cancel):
         for _ in range(self.max_rounds):
@@ -3065,7 +3088,11 @@ def run_turn(app: App, screen, text: str) -> int:
                 event["answer"].put(ask(event["text"]))
             else:
                 screen.handle(event)
-        turn.wait()
+        error = turn.error()
+    if isinstance(error, PaiError):
+        raise error
+    if error:
+        raise PaiError(f"a bug in PaiCLI, please report it: {type(error).__name__}: {error}")
     return 0 if app.agent.stop_reason == "done" else 1
 
 

@@ -534,7 +534,9 @@ class TestBasics(Case):
 
     def test_a_job_gives_its_value_or_raises_its_error(self):
         self.assertEqual(5, paicli.Job("add", lambda a, b: a + b, 2, 3).wait())
-        self.raises(ZeroDivisionError, "zero", paicli.Job("divide", lambda: 1 / 0).wait)
+        divided = paicli.Job("divide", lambda: 1 / 0)
+        self.raises(ZeroDivisionError, "zero", divided.wait)
+        self.assertEqual((ZeroDivisionError, None), (type(divided.error()), paicli.Job("add", int).error()))
         self.assertNotEqual(threading.get_ident(), paicli.Job("who", threading.get_ident).wait())
 
     def test_waiting_for_a_job_ends_at_a_timeout_and_at_once_on_cancel(self):
@@ -863,6 +865,19 @@ class TestModel(Case):
         self.assertEqual("😀", self.built('{"choices": [{"delta": {"content": "\\ud83d"}}]}',
                                          '{"choices": [{"delta": {"content": "\\ude00"}}]}').text)
 
+    def test_no_shape_of_an_event_is_a_surprise(self):
+        for odd in (None, 5, "x", [], [None, "x"], {}, {"a": 1}, True, 1.5, 10 ** 99):
+            events = [{"choices": odd}, {"choices": [odd]}, {"choices": [{"delta": odd, "finish_reason": odd, "usage": odd}]},
+                      {"usage": {"prompt_tokens": odd, "completion_tokens": odd, "prompt_tokens_details": odd}},
+                      {"choices": [{"delta": {"content": odd, "reasoning": odd, "tool_calls": odd}}]},
+                      {"choices": [{"delta": {"tool_calls": [odd, {"index": odd, "id": odd, "function": odd}]}}]},
+                      {"choices": [{"delta": {"tool_calls": [{"index": odd, "id": odd, "function": {"name": odd, "arguments": odd}}]}}]}]
+            for event in events:
+                reply = self.built(json.dumps(event), chunk("ok", finish="stop"))
+                self.assertEqual((True, "stop"), (reply.text.endswith("ok"), reply.finish), event)
+                paicli.assistant_message(reply)
+        self.raises(paicli.ModelError, "", self.ask, sse('["no event"]'))
+
     def test_an_answer_in_one_piece_is_understood_too(self):
         reply = self.ask(refuses(200, {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [
             {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}, "finish_reason": "tool_calls"}]}))
@@ -1179,7 +1194,7 @@ class TestTools(Case):
         box = self.box(*paicli.tools_from_module(path), *[])
         self.assertEqual(["42"[:1] + "", "Error: too big"], [self.run_one(box, "double", {"n": n}).text for n in (2, 10)])
         self.assertEqual(3, paicli.tools_from_module(path, level_at_least=3)[0].level)
-        for code, said in (("1 / 0", "ZeroDivisionError"), ("def f(:", "SyntaxError"), ("import nothing_like_it", "ModuleNotFound")):
+        for code, said in (("1 / 0", "ZeroDivisionError"), ("def f(:", "SyntaxError"), ("import nothing_like_it", "ModuleNotFound"), ("exit()", "SystemExit")):
             self.raises(paicli.ConfigError, said, paicli.tools_from_module, self.write("bad.py", code))
 
     def from_json(self, *entries):
@@ -1571,6 +1586,7 @@ class TestAgent(Case):
         self.assertEqual(("error", "(Turn stopped: no balance)"), (agent.stop_reason, self.events[-1]["text"]))
         agent.model = ScriptedModel(paicli.Reply("again"))
         self.assertEqual("again", self.after(agent))
+        self.after(self.agent(ZeroDivisionError("a bug")), ZeroDivisionError)
 
     def test_a_list_memory_gives_back_what_was_added(self):
         memory = paicli.ListMemory()
