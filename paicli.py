@@ -37,6 +37,7 @@ import collections
 import contextlib
 import getopt
 import http.client
+import itertools
 import json
 import os
 import queue
@@ -2077,21 +2078,25 @@ class Output:
     def __init__(self, spool_path: str):
         self.spool_path = spool_path     # where a long output can be read in full
         self.n_bytes = 0
+        self.n_spooled = 0               # how much of it is in the file
         self._head, self._tail, self._spool = b"", b"", None
 
     def add(self, data: bytes) -> None:
         """Take the next bytes."""
-        if self._spool is None and self.n_bytes + len(data) > HEAD_BYTES + TAIL_BYTES:
-            os.makedirs(os.path.dirname(self.spool_path), mode=0o700, exist_ok=True)
-            self._spool = open(os.open(self.spool_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-                                       | getattr(os, "O_BINARY", 0), 0o600), "wb")
-            self._spool.write(self._tail[-self.n_bytes:] if self.n_bytes else b"")
-        if self._spool and self.n_bytes < MAX_SPOOL_BYTES:
-            self._spool.write(data)
-            self._spool.flush()
+        is_long = self.n_bytes + len(data) > HEAD_BYTES + TAIL_BYTES
+        if is_long and self.n_spooled in (0, self.n_bytes) and self.n_bytes < MAX_SPOOL_BYTES:
+            with contextlib.suppress(OSError):            # a full disk must not stop the command
+                self._write(data if self._spool else self._tail + data)
         self._head += data[:max(0, HEAD_BYTES - self.n_bytes)]
         self._tail = (self._tail + data)[-HEAD_BYTES - TAIL_BYTES:]
         self.n_bytes += len(data)
+
+    def _write(self, data):
+        if self._spool is None:
+            os.makedirs(os.path.dirname(self.spool_path), mode=0o700, exist_ok=True)
+            self._spool = open(self.spool_path, "wb", buffering=0,
+                               opener=lambda path, flags: os.open(path, flags, 0o600))
+        self.n_spooled += self._spool.write(data)
 
     def text(self, seen: int = 0) -> str:
         """Return it, without the first `seen` bytes, and with what was left out said."""
@@ -2099,8 +2104,10 @@ class Output:
         if n_new <= len(self._tail):
             data, note = self._tail[len(self._tail) - n_new:], ""
         else:
+            where = f"read_file {self.spool_path} has " + (
+                "all" if self.n_spooled == self.n_bytes else f"the first {self.n_spooled}")
             note = (f"\n[... {n_new - HEAD_BYTES - TAIL_BYTES} of {self.n_bytes} bytes left out; "
-                    f"read_file {self.spool_path} has them ...]\n")
+                    f"{where if self.n_spooled else 'they could not be kept'} ...]\n")
             data = self._tail[-TAIL_BYTES:]
         decoded = [d.decode("utf-8", "replace").replace("\r\n", "\n").replace("\0", "\ufffd")
                    for d in (self._head if note else b"", data)]
@@ -2189,9 +2196,9 @@ def shell_argv(command: str) -> list[str]:
     if bash and not (WINDOWS and "system32" in bash.lower()):    # that one would start a Linux
         if "|" in command:
             # A pipe hides a failure in its middle; 141 is only a reader that had enough (head).
-            command = ("exec 3>&1; trap 'p=(\"${PIPESTATUS[@]}\"); for s in \"${p[@]}\"; do "
-                       "case $s in 0|141) ;; *) echo \"[exit codes in the pipe: ${p[*]}]\" >&3; "
-                       "break; esac; done' EXIT\n" + command)
+            command = ("exec 3>&1; trap 'p=(\"${PIPESTATUS[@]}\"); [[ ${#p[@]} -lt 2 || "
+                       "${p[*]} =~ ^((0|141)\\ ?)+$ ]] || "
+                       "echo \"[exit codes in the pipe: ${p[*]}]\" >&3' EXIT; " + command)
         return [bash, "-c", command]
     return ["cmd", "/d", "/c", command] if WINDOWS else ["/bin/sh", "-c", command]
 
@@ -2204,12 +2211,11 @@ class ShellTools:
         self.spool_dir = os.path.realpath(spool_dir)      # long outputs, removed by close()
         self._tasks = {}                 # id -> [Process, bytes seen]
         self._running = []               # every Process that may still live
-        self._n_started = 0
+        self._numbers = itertools.count(1)
         workspace.folders.append(self.spool_dir)          # so that read_file gets at them
 
     def _start(self, argv):
-        self._n_started += 1
-        path = os.path.join(self.spool_dir, f"output-{self._n_started}.txt")
+        path = os.path.join(self.spool_dir, f"output-{next(self._numbers)}.txt")
         try:
             process = Process(argv, self.workspace.root, Output(path))
             self._running = [p for p in self._running if p.has_group()] + [process]

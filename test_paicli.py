@@ -1368,7 +1368,7 @@ class TestBuiltInTools(Case):
 
     @unittest.skipUnless(POSIX, "bash")
     def test_a_pipe_does_not_hide_a_failure(self):
-        for command, note in (("sh -c 'echo bad; exit 1' 2>&1 | tail -1", True), ("seq 1 100000 | head -1", False), ("echo a | cat", False)):
+        for command, note in (("sh -c 'echo bad; exit 1' 2>&1 | tail -1", True), ("seq 1 100000 | head -1", False), ("echo a | cat", False), ("echo a | cat; false || true", False)):
             result = self.shell.execute_command(command)
             self.assertIn("exit code: 0", result)
             self.assertEqual(note, "[exit codes in the pipe: 1 0]" in result, result)
@@ -1385,7 +1385,7 @@ class TestBuiltInTools(Case):
 
     def test_long_output_keeps_head_and_tail_and_the_rest_in_a_file(self):
         result = self.shell.execute_command(self.python("import sys; [print(i) for i in range(100000)]; sys.exit('FAILED')"))
-        self.assertRegex(result, r"exit code: 1\)\r?\n0\r?\n1\r?\n(.|\n)*bytes left out; read_file (.*) has them(.|\n)*FAILED")
+        self.assertRegex(result, r"exit code: 1\)\r?\n0\r?\n1\r?\n(.|\n)*bytes left out; read_file (.*) has all(.|\n)*FAILED")
         self.assertLess(len(result), 40000)
         path = re.search(r"read_file (\S+) has", result)[1]
         self.assertIn("\n50001", self.files.read_file(path, 50000, 50005).replace("\r", ""))
@@ -1404,6 +1404,9 @@ class TestBuiltInTools(Case):
         self.assertRegex(out.text(), r"^..A.B\n你A+\n\[\.\.\. \d+ of 80009 bytes left out(.|\n)*D{20000}$")
         self.assertEqual(80009, len(self.bytes_of("spool")))
         self.assertEqual("D" * 20000, out.text(seen=60009))
+        nowhere = paicli.Output(os.path.join(self.write("file", ""), "spool"))
+        nowhere.add(b"x" * 50000)
+        self.assertIn("20000 of 50000 bytes left out; they could not be kept", nowhere.text())
 
     @unittest.skipUnless(POSIX, "process groups")
     def test_a_timeout_kills_the_whole_tree_even_if_it_ignores_term(self):
