@@ -776,6 +776,7 @@ def retry(attempt: Callable, is_temporary: Callable[[PaiError], bool], cancel: C
         try:
             return attempt()
         except PaiError as e:
+            cancel.check()                                # a shut socket looks like a failure
             error = e
         wait_s = getattr(error, "retry_after_s", None)
         if n == RETRIES or not is_temporary(error) or (wait_s or 0) > MAX_RETRY_AFTER_S:
@@ -2630,7 +2631,7 @@ BANNER = r"""
  |  __/ (_| | | |___| |___ | |
  |_|   \__,_|_|\____|_____|___|
 """
-TIPS = "💡 Tips: type a question or a task; /help lists the commands; exit or Ctrl-D leaves."
+TIPS = "💡 Tips: type a question or a task; /help shows more; exit or Ctrl-D leaves."
 HELP = """usage: paicli.py [options] [MESSAGE...]     no message: the REPL
        paicli.py [options] /COMMAND [ARGS]  a REPL command, run once (see /help)
        echo MESSAGE | paicli.py [options]   the message from a pipe
@@ -2717,9 +2718,10 @@ class Markdown:
         return "".join(out) + self._show(rest[:len(rest) - n_held])
 
     def end(self) -> str:
-        """Return what was held back."""
-        text, self._held = self._held, ""
-        return self._show(text)
+        """Return what was held back; the next text begins on a line of its own."""
+        text = self._show(self._held)
+        self._held, self._has_begun, self._mode = "", False, ""
+        return text
 
     def _show(self, text):
         is_line_start, self._has_begun = not self._has_begun, self._has_begun or bool(text)
@@ -2802,7 +2804,7 @@ class Screen:
         """Write a whole answer."""
         self.settle()
         text = visible(text).rstrip("\n") + "\n"
-        self.out.write(self._markdown.feed(text) if self._markdown else text)
+        self.out.write(self._markdown.feed(text) + self._markdown.end() if self._markdown else text)
         self.out.flush()
 
     def _waiting(self, activity):
@@ -2833,7 +2835,8 @@ class Screen:
 
     def _on_result(self, event):
         arguments = ", ".join(f"{k}={v}" for k, v in event["arguments"].items())
-        outcome = next((line for line in event["text"].split("\n") if line.strip()), "")
+        lines = [line for line in event["text"].split("\n") if line.strip()] or [""]
+        outcome = lines[1] if lines[0].endswith(":") and lines[1:] else lines[0]
         mark = "✅" if event["ok"] else "❌"
         head = fit(f"🔧 {event['tool']}({one_line(arguments)})", max(20, self.columns() // 2))
         line = f"{head} {mark} {event['seconds']:.1f} s  {one_line(outcome)}"
@@ -2945,8 +2948,8 @@ def _more_is_pasted():
     return bool(select.select([sys.stdin], [], [], 0.05)[0])
 
 
-def ask(question: str) -> str | None:
-    """Return what the person answers on the terminal, None if there is none to ask."""
+def ask(question: str, cancel: Cancel) -> str | None:
+    """Return what the person answers on the terminal, None if there is none; Ctrl-C cancels."""
     if not is_terminal(sys.stdin):
         return None
     with contextlib.suppress(ImportError):                # what was typed ahead is no answer
@@ -2954,7 +2957,14 @@ def ask(question: str) -> str | None:
         termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
     sys.stderr.write(question)
     sys.stderr.flush()
-    return sys.stdin.readline()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return sys.stdin.readline()
+    except KeyboardInterrupt:
+        cancel.set()
+        return None
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def is_terminal(stream) -> bool:
@@ -3091,7 +3101,7 @@ def run_turn(app: App, screen, text: str) -> int:
                 break
             if event["type"] == "question":
                 screen.settle()
-                event["answer"].put(ask(event["text"]))
+                event["answer"].put(ask(event["text"], cancel))
             else:
                 screen.handle(event)
         error = turn.error()

@@ -1780,6 +1780,8 @@ class TestTerminal(Case):
             markdown = paicli.Markdown(style)
             shown = "".join(markdown.feed(text[i:i + step]) for i in range(0, len(text), step)) + markdown.end()
             self.assertEqual(expected, shown)
+        markdown.feed("**x")
+        self.assertEqual([style("bold", "x"), style("bold", "Next") + "\n"], ["bx", markdown.end() + markdown.feed("# Next\n")])
 
     def test_the_screen_shows_one_line_for_a_call(self):
         screen = self.screen()
@@ -1968,6 +1970,11 @@ class TestTerminal(Case):
         person.type("y\r")
         person.see("(?s)allowed.*You: ")
         self.assertTrue(os.path.exists(self.path("work/made")))
+        server.script.append(wanted)
+        person.type("go\r")
+        person.see("y/N")
+        person.type("\x03")
+        person.see("(?s)stopped by you.*You: ")
         person.type("exit\r")
         self.assertEqual(0, person.code())
 
@@ -1979,7 +1986,7 @@ class TestTerminal(Case):
         person.type("go\r")
         person.see("Hel")
         person.type("\x03")
-        person.see("(?s)stopped.*You: ")
+        self.assertNotIn("asking again", person.see("(?s)stopped.*You: "))
         person.type("go on\r")
         person.see("(?s)again.*You: ")
         person.type("\x03")
