@@ -1439,6 +1439,9 @@ class ToolResult(NamedTuple):
 
 def tool(level: int) -> Callable:
     """Mark a function or method as a tool: 1 reads, 2 writes, 3 executes.  Registers nothing."""
+    if level not in LEVELS:
+        raise ConfigError(f"@tool({level!r}): the level is 1, 2 or 3")
+
     def mark(function):
         function.tool_level = level
         return function
@@ -1486,11 +1489,13 @@ def schema_of(annotation) -> dict:
     """
     text = annotation.__name__ if type(annotation) is type else str(annotation)
     text = re.sub(r"\btyping\.|\s*\|\s*None$|^None\s*\|\s*", "", text)
-    name, _, inner = text.rstrip("]").partition("[")
+    name, _, inner = text[:-1].partition("[") if text.endswith("]") else (text, "", "")
     if name == "Optional":
-        return schema_of(text[len("Optional["):-1])
+        return schema_of(inner)
+    if name == "Union" or "|" in text:
+        return {}                                         # any type
     if name == "Literal":
-        return {"type": "string", "enum": json.loads("[" + inner.replace("'", '"') + "]")}
+        return {"enum": json.loads("[" + inner.replace("'", '"') + "]")}
     if name.lower() == "list":
         return {"type": "array", **({"items": schema_of(inner)} if inner else {})}
     kinds = {"int": "integer", "float": "number", "bool": "boolean", "dict": "object"}
@@ -1513,7 +1518,7 @@ def check_value(schema: dict, value, where: str = "arguments"):
         return value
     options = schema.get("anyOf") or schema.get("oneOf")
     if options:
-        return _check_options(options, value, where)
+        value = _check_options(options, value, where)
     kinds = schema.get("type") or []
     value = _coerced([kinds] if isinstance(kinds, str) else kinds, value, where)
     if "enum" in schema and value not in schema["enum"]:
@@ -1554,7 +1559,7 @@ def _coerced(kinds, value, where):
 
 def _check_object(schema, value, where):
     properties, required = schema.get("properties") or {}, schema.get("required") or []
-    prefix = "" if where == "arguments" else where + "."
+    prefix = "" if where == "arguments" else where + ": " if " " in where else where + "."
     value = {k: v for k, v in value.items()               # null for something optional: left out
              if v is not None or k not in properties or k in required}
     missing = ", ".join(prefix + k for k in required if k not in value)
@@ -1582,11 +1587,13 @@ class Toolbox:
         self._decide, self._on_event, self._mask = decide, on_event, mask
 
     def add(self, tools: Iterable[Tool]) -> None:
-        """Add tools.  Raises ConfigError for a name that is taken: nothing is shadowed."""
+        """Add tools, all or none.  Raises ConfigError for a name that is taken: none is shadowed."""
+        added = {}
         for t in tools:
-            if t.name in self.tools:
+            if t.name in self.tools or t.name in added:
                 raise ConfigError(f"there is already a tool named {t.name}")
-            self.tools[t.name] = t
+            added[t.name] = t
+        self.tools.update(added)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove the tools of these names, if they are there."""
@@ -1624,7 +1631,7 @@ class Toolbox:
             cancel.check()
             t = self._find(call.name.strip())
             arguments = parse_arguments(call.arguments)
-            has_own = "reason" in t.parameters.get("properties", {})
+            has_own = "reason" in (t.parameters.get("properties") or {})
             reason = "" if has_own else str(arguments.pop("reason", ""))
             arguments = check_value(t.parameters, arguments)
             self._on_event({"type": "call", "id": call.id, "tool": t.name, "reason": reason,
@@ -1640,7 +1647,7 @@ class Toolbox:
             result = ToolResult(call, f"Error: cancelled, {e}", False)
         except PaiError as e:
             result = ToolResult(call, f"Error: {e}", False)
-        except Exception as e:           # border: a tool's bug is a result, the loop goes on
+        except BaseException as e:       # border: a tool's bug, or its exit(), is a result
             result = ToolResult(call, f"Error: {type(e).__name__}: {e}", False)
         text = clip(clean(self._mask(result.text)), MAX_RESULT_CHARS) or "(no output)"
         result = result._replace(text=text)
@@ -1652,8 +1659,12 @@ class Toolbox:
                         "arguments": self._masked(arguments), "ok": result.ok, "text": result.text,
                         "seconds": round(seconds, 3)})
 
-    def _masked(self, arguments):
-        return {k: self._mask(v) if isinstance(v, str) else v for k, v in arguments.items()}
+    def _masked(self, value):
+        if isinstance(value, dict):
+            return {k: self._masked(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [self._masked(v) for v in value]
+        return self._mask(value) if isinstance(value, str) else value
 
     def _find(self, name):
         if name not in self.tools:
@@ -1674,6 +1685,7 @@ def tools_from_module(path: str, level_at_least: int = 1) -> list[Tool]:
     sys.modules.setdefault("paicli", sys.modules[__name__])
     spec = importlib.util.spec_from_file_location("paicli_tools", path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module                       # dataclasses look there
     error = Job("tools.py", spec.loader.exec_module, module).error()     # it may do anything
     if error:
         raise ConfigError(f"{path} was not loaded: {type(error).__name__}: {error}")
@@ -1695,18 +1707,29 @@ def tools_from_json(path: str, run_argv: Callable[[list, Cancel], str], http: Ht
         entries = json.loads(read_text(path))
         entries = entries["tools"] if isinstance(entries, dict) else entries
         return [_tool_from_entry(e, run_argv, http, level_at_least) for e in entries]
-    except (ValueError, LookupError, TypeError, AttributeError) as e:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, ToolError) as e:
         raise ConfigError(f"{path} was not loaded: {e}") from None
 
 
+# What an entry of tools.json must look like, in the language it uses itself.
+_TEXT, _OBJECT = {"type": "string"}, {"type": "object"}
+_ENTRY = {**_OBJECT, "required": ["name", "description"], "properties": {
+    "name": _TEXT, "description": _TEXT, "level": {"enum": [1, 2, 3]}, "result": _TEXT,
+    "parameters": {**_OBJECT, "properties": {"properties": _OBJECT, "required": {
+        "type": "array", "items": _TEXT}}},
+    "command": {"type": "array", "items": _TEXT},
+    "request": {**_OBJECT, "required": ["url"], "properties": {
+        "url": _TEXT, "method": _TEXT, "headers": _OBJECT}}}}
+
+
 def _tool_from_entry(entry, run_argv, http, level_at_least):
-    name, level = entry["name"], entry.get("level", 3)
-    if not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name) or level not in LEVELS:
-        raise ValueError(f"{name!r}: a name has letters, digits, _ and -; a level is 1, 2 or 3")
-    if ("command" in entry) == ("request" in entry):
+    name = entry.get("name")
+    entry = check_value(_ENTRY, entry, f"entry {name!r}")
+    level = entry.get("level", 3)
+    if not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name):
+        raise ValueError(f"{name!r}: a name has letters, digits, _ and -")
+    if bool(entry.get("command")) == ("request" in entry):
         raise ValueError(f"{name}: needs either a command or a request")
-    if "command" in entry and not (isinstance(entry["command"], list) and entry["command"]):
-        raise ValueError(f"{name}: the command is a list: [\"program\", \"argument\", ...]")
 
     def run(arguments, cancel):
         if "command" in entry:
@@ -1751,7 +1774,8 @@ def _filled(template, arguments, encode):
 # command is a tree of processes: some ignore TERM, some outlive the shell and hold its pipe open.
 # Simplified: the fence holds for the file tools only; a shell command can go anywhere, so it is
 # approval, or a sandbox, that stands between it and the disk.  A process that starts a session of
-# its own (setsid) escapes the kill.  A write through a hard link makes a copy.
+# its own (setsid) escapes the kill.  A write through a hard link makes a copy; who swaps a folder
+# for a link between the check and the write gets around the fence.
 # Tests: TestBuiltInTools (exercise, 2 of 3 stars).
 
 MAX_FILE_BYTES = 50 << 20
@@ -1768,13 +1792,18 @@ class Workspace:
         self.root = os.path.realpath(root)
         self.folders = [self.root, *(os.path.realpath(f) for f in more)]
 
-    def resolve(self, path: str) -> str:
-        """Return the real absolute path.  Raises ToolError if it leads outside, by .. or a link."""
+    def resolve(self, path: str, may_differ: bool = True) -> str:
+        """Return the real absolute path.  Raises ToolError if it leads outside, by .. or a link.
+
+        `may_differ`: a missing file may be found by another spelling of its name; not to write.
+        """
         trap = path_trap(path)
         if trap:
             raise ToolError(f"{path!r} {trap}")
         full = os.path.join(self.root, os.path.expanduser(path))
-        real = os.path.realpath(full if os.path.exists(full) else _other_spelling(full) or full)
+        if may_differ and not os.path.lexists(full):
+            full = _other_spelling(full) or full
+        real = os.path.realpath(full)
         for folder in self.folders:
             if real == folder or real.startswith(folder.rstrip(os.sep) + os.sep):
                 return real
@@ -1793,7 +1822,7 @@ def path_trap(path: str, windows: bool = WINDOWS) -> str:
     """
     if not path.strip() or "\0" in path:
         return "is not a path"
-    if path.startswith(("\\\\", "//?/", "//./", "\\??\\")) or windows and path.startswith("//"):
+    if re.match(r"[\\/]{2}|[\\/]\?\?[\\/]" if windows else r"\\\\|\\\?\?\\|//[?.]/", path):
         return "is a network or device path"
     name = re.split(r"[/\\]", path)[-1]
     if windows and re.match(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", name, re.I):
@@ -1809,7 +1838,7 @@ def _other_spelling(full):
     import unicodedata
 
     def plain(name):
-        name = unicodedata.normalize("NFKC", name).replace("\u2019", "'").replace("\u2018", "'")
+        name = unicodedata.normalize("NFC", name).replace("\u2019", "'").replace("\u2018", "'")
         return re.sub(r"\s", " ", name)
     folder, name = os.path.split(full)
     with contextlib.suppress(OSError):
@@ -1888,8 +1917,8 @@ class FileTools:
             return did_you_mean(os.path.basename(real), os.listdir(os.path.dirname(real)))
         return ", nor its folder"
 
-    def _save(self, path, real, data):
-        if MASK.encode("ascii") in data:
+    def _save(self, path, real, data, new_text=""):
+        if MASK in new_text:
             raise ToolError(f"the text contains {MASK}, which stands for a secret you can't see; "
                             "edit around it instead")
         try:
@@ -1914,8 +1943,8 @@ class FileTools:
             lines.pop()
         first = max(1, start_line)
         last = min(end_line if end_line > 0 else len(lines), len(lines), first + MAX_READ_LINES - 1)
-        if first > max(1, len(lines)):
-            raise ToolError(f"{path} has only {len(lines)} lines")
+        if first > max(1, len(lines)) or 0 < end_line < first:
+            raise ToolError(f"{path} has {len(lines)} lines; {first} to {end_line} are none of them")
         shown = "\n".join((f"{n}\t" if numbered else "") + lines[n - 1]
                           for n in range(first, last + 1))
         notes = [file.encoding] * (file.encoding != "utf-8")
@@ -1931,7 +1960,7 @@ class FileTools:
         path: relative to the workspace
         content: the file's whole text
         """
-        real, old, note = self.workspace.resolve(path), FileText(""), ""
+        real, old, note = self.workspace.resolve(path, may_differ=False), FileText(""), ""
         if os.path.lexists(real):
             real, old = self.load(path)
         if old.is_crlf and "\r\n" not in content:
@@ -1940,7 +1969,7 @@ class FileTools:
             data = old.encode(content)
         except ToolError:
             data, note = content.encode("utf-8"), f"; it was {old.encoding} and is UTF-8 now"
-        self._save(path, real, data)
+        self._save(path, real, data, content)
         return f"File written: {self.workspace.show(real)} ({len(data)} bytes){note}"
 
     @tool(2)
@@ -1957,17 +1986,18 @@ class FileTools:
         if not old_text or old_text == new_text:
             raise ToolError("old_text is empty: to write a new file, use write_file" if not old_text
                             else "old_text and new_text are the same: nothing would change")
-        places = find_all(file.text, old_text)
+        places = [] if file.is_crlf else find_all(file.text, old_text)
         if not places and "\r\n" in file.text:           # the model writes \n, the file has \r\n
             old_text, new_text = (re.sub(r"\r?\n", "\r\n", t) for t in (old_text, new_text))
             places = find_all(file.text, old_text)
-        lines = ", ".join(str(file.text.count("\n", 0, at) + 1) for at in places[:10])
+        numbers = (file.text.count("\n", 0, at) + 1 for at in places[:10])
+        lines = ", ".join(map(str, dict.fromkeys(numbers)))
         if not places:
             raise ToolError(f"old_text is not in {path}{_almost(file.text, old_text)}")
         if len(places) > 1 and not replace_all:
             raise ToolError(f"old_text is in {path} {len(places)} times, at lines {lines}: give "
                             "more of the lines around it, or set replace_all")
-        self._save(path, real, file.encode(file.text.replace(old_text, new_text)))
+        self._save(path, real, file.encode(file.text.replace(old_text, new_text)), new_text)
         return f"File edited: {self.workspace.show(real)} (line {lines})"
 
     @tool(1)
@@ -1979,14 +2009,14 @@ class FileTools:
         real = self.workspace.resolve(path)
         try:
             with os.scandir(real) as found:
-                entries = sorted(found, key=lambda e: (not e.is_dir(), e.name))
+                entries = sorted(found, key=lambda e: (not os.path.isdir(e.path), e.name))
         except OSError as e:
             raise ToolError(f"Listing failed: {path}: {e.strerror}") from None
         lines = []
         for e in entries[:500]:
             with contextlib.suppress(OSError):            # it may have gone meanwhile
                 size = f"  {e.stat(follow_symlinks=False).st_size}"
-                lines.append(e.name + ("/" if e.is_dir() else size))
+                lines.append(e.name + ("/" if os.path.isdir(e.path) else size))
         more = [f"... and {len(entries) - 500} more"] if len(entries) > 500 else []
         return "\n".join(lines + more) or "(empty folder)"
 
@@ -1998,12 +2028,12 @@ class FileTools:
         """
         if not re.fullmatch(r"[A-Za-z][\w.-]*", name, re.ASCII):
             raise ToolError("a project name starts with a letter; digits, _ . and - may follow")
-        folder = self.workspace.resolve(name)
+        folder = self.workspace.resolve(name, may_differ=False)
         if os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
             raise ToolError(f"{name} exists and is not empty: nothing was changed")
         module = re.sub(r"\W", "_", name).lower()
         for path, text in PROJECTS[type].items():
-            real = self.workspace.resolve(os.path.join(name, path.replace("MODULE", module)))
+            real = os.path.join(folder, *path.replace("MODULE", module).split("/"))
             text = text.replace("MODULE", module).replace("NAME", name)
             self._save(path, real, text.encode("utf-8"))
         return f"Project created: {name} (type: {type})"
@@ -2109,9 +2139,9 @@ class Output:
                 "all" if self.n_spooled == self.n_bytes else f"the first {self.n_spooled}")
             note = (f"\n[... {n_new - HEAD_BYTES - TAIL_BYTES} of {self.n_bytes} bytes left out; "
                     f"{where if self.n_spooled else 'they could not be kept'} ...]\n")
-            data = self._tail[-TAIL_BYTES:]
+            data = self._tail[-TAIL_BYTES:] if not seen else self._tail
         decoded = [d.decode("utf-8", "replace").replace("\r\n", "\n").replace("\0", "\ufffd")
-                   for d in (self._head if note else b"", data)]
+                   for d in (self._head if note and not seen else b"", data)]
         return decoded[0] + note + decoded[1]
 
     def close(self) -> None:
@@ -2197,9 +2227,10 @@ def shell_argv(command: str) -> list[str]:
     if bash and not (WINDOWS and "system32" in bash.lower()):    # that one would start a Linux
         if "|" in command:
             # A pipe hides a failure in its middle; 141 is only a reader that had enough (head).
-            command = ("exec 3>&1; trap 'p=(\"${PIPESTATUS[@]}\"); [[ ${#p[@]} -lt 2 || "
-                       "${p[*]} =~ ^((0|141)\\ ?)+$ ]] || "
-                       "echo \"[exit codes in the pipe: ${p[*]}]\" >&3' EXIT; " + command)
+            command = ("exec 9>&1; trap 'p=(\"${PIPESTATUS[@]}\") IFS=\" \"; [[ ${#p[@]} -lt 2 || "
+                       "${p[*]} =~ ^((0|141)\\ ?)+$ ]] || { "
+                       "echo \"[exit codes in the pipe: ${p[*]}]\" >&9; } 2>/dev/null || :' EXIT; "
+                       + command)
         return [bash, "-c", command]
     return ["cmd", "/d", "/c", command] if WINDOWS else ["/bin/sh", "-c", command]
 
@@ -2212,11 +2243,15 @@ class ShellTools:
         self.spool_dir = os.path.realpath(spool_dir)      # long outputs, removed by close()
         self._tasks = {}                 # id -> [Process, bytes seen]
         self._running = []               # every Process that may still live
+        self._is_closed = False
         self._numbers = itertools.count(1)
         workspace.folders.append(self.spool_dir)          # so that read_file gets at them
 
     def _start(self, argv):
         path = os.path.join(self.spool_dir, f"output-{next(self._numbers)}.txt")
+        if self._is_closed or not os.path.isdir(self.workspace.root):
+            raise ToolError(f"not started: the folder {self.workspace.root} is gone"
+                            if not self._is_closed else "not started: paicli is ending")
         try:
             process = Process(argv, self.workspace.root, Output(path))
             self._running = [p for p in self._running if p.has_group()] + [process]
@@ -2226,7 +2261,8 @@ class ShellTools:
 
     def run_argv(self, argv: list[str], cancel: Cancel, timeout_s: float = 0) -> str:
         """Run a program to its end; return exit code and output.  Raises ToolError, Cancelled."""
-        process, timeout_s = self._start(argv), timeout_s or self.timeout_s
+        process = self._start(argv)
+        timeout_s = min(timeout_s, 1e6) if timeout_s > 0 else self.timeout_s
         try:
             code = process.wait(timeout_s, cancel)
         except TimeoutError:
@@ -2285,6 +2321,7 @@ class ShellTools:
 
     def close(self) -> None:
         """Kill what still runs, and remove the spooled outputs."""
+        self._is_closed = True
         running = [p.kill for p in self._running if p.has_group()]
         if running:
             run_parallel("kill", running)
@@ -2711,7 +2748,7 @@ class Markdown:
             out.append(self._show(line) + "\n")
             self._has_begun = False
             self._mode = self._mode if self._mode == "fence" else ""
-        may_be_mark = r"(?:.*[^*])?(\*)" if self._has_begun else r"(\s*(?:[#`*].*)?)|.*[^*](\*)"
+        may_be_mark = r"(?:.*[^*])?(\*)" if self._has_begun else r"(\s*(?:[#`].*|\*)?)|.*[^*](\*)"
         match = re.fullmatch(may_be_mark, rest)
         n_held = len(match[match.lastindex]) if match else 0
         self._held = rest[len(rest) - n_held:]

@@ -1085,7 +1085,9 @@ class TestTools(Case):
                              ("list[str]", {"type": "array", "items": {"type": "string"}}), (list, {"type": "array"}),
                              (list[int], {"type": "array", "items": {"type": "integer"}}), ("dict", {"type": "object"}),
                              ("str | None", {"type": "string"}), ("typing.Optional[int]", {"type": "integer"}),
-                             ("Literal['a', 'b']", {"type": "string", "enum": ["a", "b"]}), ("Anything", {"type": "string"})):
+                             ("Literal['a', 'b']", {"enum": ["a", "b"]}), ("Literal[1, 2]", {"enum": [1, 2]}),
+                             ("list[Optional[int]]", {"type": "array", "items": {"type": "integer"}}), ("int | str", {}),
+                             ("Anything", {"type": "string"})):
             self.assertEqual(schema, paicli.schema_of(hint), hint)
 
     def test_the_model_is_told_name_schema_and_to_give_a_reason(self):
@@ -1126,11 +1128,11 @@ class TestTools(Case):
 
     def test_every_failure_is_a_result_the_model_can_act_on(self):
         def bug(arguments, cancel):
-            raise ZeroDivisionError("oops")
+            raise (ZeroDivisionError if not arguments else SystemExit)("oops")
         box = self.box(self.echo(n={"type": "integer"}), self.echo("read_file"), self.echo("bug", run=bug))
         for name, arguments, said in (("echo", {"n": "x"}, "n should be of type integer"), ("echo", '{"n": 1', "cut off"),
                                       ("readfile", {}, "did you mean read_file"), ("", {}, "the tools are echo, read_file"),
-                                      ("bug", {}, "ZeroDivisionError: oops"), ("google:read_file", {}, "read_file")):
+                                      ("bug", {}, "ZeroDivisionError: oops"), ("bug", {"text": "x"}, "SystemExit: oops"), ("google:read_file", {}, "read_file")):
             result = self.run_one(box, name, arguments)
             self.assertRegex(result.text, "^Error: .*" + said)
             self.assertFalse(result.ok)
@@ -1175,6 +1177,10 @@ class TestTools(Case):
         for text, seen in (("my KEY", "my ***"), ("caf\udce9", "caf\ufffd"), ("", "(no output)")):
             self.assertEqual(seen, self.run_one(box, "echo", {"text": text}).text)
         self.assertNotIn("KEY", json.dumps(self.events))
+        masked = lambda text: paicli.redact(text, ["12345678"])
+        box = self.box(self.echo(x={}), mask=masked)
+        self.assertTrue(self.run_one(box, "echo", {"x": [{"y": 'curl "http://h/?api_key=abcdefg"'}, 12345678]}).ok)
+        self.assertNotIn("abcdefg", json.dumps(self.events))
         self.assertLess(len(self.run_one(box, "echo", {"text": "x" * 500000}).text), paicli.MAX_RESULT_CHARS + 100)
 
     def test_calls_can_be_refused_as_a_whole(self):
@@ -1184,7 +1190,7 @@ class TestTools(Case):
 
     def test_tools_come_and_go_but_never_shadow_each_other(self):
         box = self.box(self.echo("a"), self.echo("b"))
-        self.raises(paicli.ConfigError, "already a tool named a", box.add, [self.echo("a")])
+        self.raises(paicli.ConfigError, "already a tool named a", box.add, [self.echo("c"), self.echo("a")])
         box.remove(["a", "unknown"])
         self.assertEqual(["b"], [s["function"]["name"] for s in box.schemas()])
 
@@ -1194,7 +1200,7 @@ class TestTools(Case):
         box = self.box(*paicli.tools_from_module(path), *[])
         self.assertEqual(["42"[:1] + "", "Error: too big"], [self.run_one(box, "double", {"n": n}).text for n in (2, 10)])
         self.assertEqual(3, paicli.tools_from_module(path, level_at_least=3)[0].level)
-        for code, said in (("1 / 0", "ZeroDivisionError"), ("def f(:", "SyntaxError"), ("import nothing_like_it", "ModuleNotFound"), ("exit()", "SystemExit")):
+        for code, said in (("1 / 0", "ZeroDivisionError"), ("def f(:", "SyntaxError"), ("import nothing_like_it", "ModuleNotFound"), ("exit()", "SystemExit"), ("import paicli\n@paicli.tool('read')\ndef f(): pass", "level is 1")):
             self.raises(paicli.ConfigError, said, paicli.tools_from_module, self.write("bad.py", code))
 
     def from_json(self, *entries):
@@ -1223,9 +1229,12 @@ class TestTools(Case):
 
     def test_a_wrong_json_file_is_named_with_its_entry(self):
         good = {"name": "a", "description": "d", "command": ["x"]}
-        for change, said in (({"name": "a b"}, "a b"), ({"command": "rm -rf"}, "list"), ({"request": {}}, "either"), ({"level": 9}, "level")):
+        for change, said in (({"name": "a b"}, "a b"), ({"command": "rm -rf"}, "command should be of type array"), ({"level": 9}, "level"),
+                             ({"request": {"url": "http://x"}}, "either"), ({"request": {}}, "missing: .*url"), ({"command": [1]}, "command"),
+                             ({"description": None}, "description"), ({"parameters": {"properties": 5}}, "properties"), ({"name": None}, "name")):
             self.raises(paicli.ConfigError, r"tools.json was not loaded: .*" + said, self.from_json, {**good, **change})
         self.raises(paicli.ConfigError, "line 1", paicli.tools_from_json, self.write("t.json", "[{,"), None, None)
+        self.raises(paicli.ConfigError, "recursion|depth", paicli.tools_from_json, self.write("t.json", "[" * 200000), None, None)
 
 
 # ---- 5 ---------------------------------------------------------------------------------------------
@@ -1250,7 +1259,7 @@ class TestBuiltInTools(Case):
         self.assertEqual("File content:\nx\ny\nz", self.files.read_file("a/b.txt"))
         self.assertEqual("File content (lines 2 to 3 of 3):\n2\ty\n3\tz", self.files.read_file("a/b.txt", 2, 9, True))
         self.assertEqual("The file is empty.", self.files.read_file(self.write("empty", "")))
-        self.raises(paicli.ToolError, "only 3 lines", self.files.read_file, "a/b.txt", 9)
+        self.raises(paicli.ToolError, "3 lines; 9 to 0 are none", self.files.read_file, "a/b.txt", 9)
         self.raises(paicli.ToolError, "there is no file a/c.txt; did you mean b.txt", self.files.read_file, "a/c.txt")
 
     def test_a_long_file_is_read_in_parts(self):
@@ -1272,6 +1281,8 @@ class TestBuiltInTools(Case):
             self.assertEqual([], os.listdir(outside))
 
     def test_paths_that_must_not_be_looked_at(self):
+        for path in (r"/\evil\share\x", r"\/evil/share/x", "//evil/x"):
+            self.assertTrue(paicli.path_trap(path, windows=True), path)
         for path in (r"\\evil\share\x", r"\\?\C:\x", r"\??\UNC\evil\share", "", "a\0b"):
             self.assertTrue(paicli.path_trap(path, windows=False), path)
         for path in ("nul", "CON.txt", "a/com1", "C:relative", "file.txt:stream", "name. ", "x."):
@@ -1306,6 +1317,7 @@ class TestBuiltInTools(Case):
     def test_an_edit_changes_only_the_bytes_it_names(self):
         for before, old, new, after in (
                 (b"\xef\xbb\xbfa\r\nb\r\nc\r\n", "a\nb", "a\nB", b"\xef\xbb\xbfa\r\nB\r\nc\r\n"), (b"a\r\nb\nc", "c", "C", b"a\r\nb\nC"),
+                (b"a\r\nb\r\nc\r\n", "\nb", "", b"a\r\nc\r\n"), (b"a\r\nb\r\nc\r\n", "b", "B1\nB2", b"a\r\nB1\r\nB2\r\nc\r\n"),
                 (b"p 10%\rp 20%\rdone\nx\n", "x", "y", b"p 10%\rp 20%\rdone\ny\n"),
                 ("a\u2028b\x85\x0cc".encode("utf-8"), "c", "d", "a\u2028b\x85\x0cd".encode("utf-8")),
                 (b"\tif x:\n\t\ty()  \n", "y()", r"\1 \g<0> $& \n \u0041", b"\tif x:\n\t\t" + rb"\1 \g<0> $& \n \u0041" + b"  \n")):
@@ -1337,11 +1349,17 @@ class TestBuiltInTools(Case):
         for write in (lambda: self.files.write_file("f", "k=" + paicli.MASK), lambda: self.files.edit_file("f", "key", paicli.MASK)):
             self.raises(paicli.ToolError, "stands for a secret", write)
         self.assertEqual(b"key", self.bytes_of("f"))
+        self.write("g", f"{paicli.MASK}\nx\n")            # what spells it out itself can still be edited
+        self.files.edit_file("g", "x", "y")
 
     def test_a_name_is_found_as_macos_spells_it(self):
         self.write("Capture d\u2019e\u0301cran 9.41.00\u202fAM.png.txt", "found")
         self.assertIn("found", self.files.read_file("Capture d'écran 9.41.00 AM.png.txt"))
         self.assertEqual("found", self.files.load("Capture d'écran 9.41.00 AM.png.txt")[1].text)
+        for name, other in (("it\u2019s", "it's"), ("x\u00b2.py", "x2.py")):
+            self.write(name, "old")
+            self.files.write_file(other, "new")          # never written over by another spelling
+            self.assertEqual((b"old", b"new"), (self.bytes_of(name), self.bytes_of(other)))
 
     def test_a_folder_is_listed(self):
         self.write("b.txt", "123")
@@ -1349,6 +1367,9 @@ class TestBuiltInTools(Case):
         self.assertEqual("a/\nb.txt  3", self.files.list_dir())
         self.assertEqual("x  0", self.files.list_dir("a"))
         self.raises(paicli.ToolError, "Listing failed", self.files.list_dir, "none")
+        if POSIX:
+            os.symlink("loop", self.path("loop"))
+            self.assertIn("loop", self.files.list_dir())
 
     def test_projects_start_working(self):
         for kind, main in (("java", "src/main/java/com/example/Main.java"), ("node", "index.js"), ("python", "my_app/__init__.py")):
@@ -1364,11 +1385,13 @@ class TestBuiltInTools(Case):
         self.assertRegex(self.shell.execute_command(self.python("import sys; print(5); sys.exit(3)")), r"exit code: 3\)\r?\n5")
         self.assertIn(self.folder, self.shell.execute_command(self.python("import os; print(os.getcwd())")))
         self.assertIn("exit code: 4", self.shell.run_argv([sys.executable, "-c", "exit(4)"], paicli.Cancel()))
+        self.assertIn("exit code: 0", self.shell.execute_command("echo x", timeout_s=10 ** 12))
         self.raises(paicli.ToolError, "could not be started", self.shell.run_argv, ["no-such-program"], paicli.Cancel())
 
     @unittest.skipUnless(POSIX, "bash")
     def test_a_pipe_does_not_hide_a_failure(self):
-        for command, note in (("sh -c 'echo bad; exit 1' 2>&1 | tail -1", True), ("seq 1 100000 | head -1", False), ("echo a | cat", False), ("echo a | cat; false || true", False)):
+        for command, note in (("sh -c 'echo bad; exit 1' 2>&1 | tail -1", True), ("seq 1 100000 | head -1", False), ("echo a | cat", False), ("echo a | cat; false || true", False),
+                              ("IFS=,; true | true", False), ("set -e; exec 9>&-; true | true", False)):
             result = self.shell.execute_command(command)
             self.assertIn("exit code: 0", result)
             self.assertEqual(note, "[exit codes in the pipe: 1 0]" in result, result)
@@ -1429,6 +1452,12 @@ class TestBuiltInTools(Case):
         self.assertTrue(self.sleepers(mark))
         self.shell.close()
         self.assertFalse(self.sleepers(mark))
+        self.raises(paicli.ToolError, "ending", self.shell.execute_command, "echo late")
+
+    def test_a_workspace_that_is_gone_is_said(self):
+        os.rmdir(self.folder)
+        self.raises(paicli.ToolError, "is gone", self.shell.execute_command, "pwd")
+        os.mkdir(self.folder)
 
     def test_cancel_ends_a_command_at_once(self):
         cancel = paicli.Cancel()
@@ -1780,8 +1809,8 @@ class TestTerminal(Case):
             markdown = paicli.Markdown(style)
             shown = "".join(markdown.feed(text[i:i + step]) for i in range(0, len(text), step)) + markdown.end()
             self.assertEqual(expected, shown)
-        markdown.feed("**x")
-        self.assertEqual([style("bold", "x"), style("bold", "Next") + "\n"], ["bx", markdown.end() + markdown.feed("# Next\n")])
+        shown = markdown.feed("**x")
+        self.assertEqual([style("bold", "x"), style("bold", "Next") + "\n"], [shown, markdown.end() + markdown.feed("# Next\n")])
 
     def test_the_screen_shows_one_line_for_a_call(self):
         screen = self.screen()
