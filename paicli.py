@@ -43,6 +43,7 @@ import os
 import queue
 import random
 import re
+import select
 import signal
 import socket
 import stat
@@ -51,7 +52,7 @@ import sys
 import threading
 import time
 import urllib.parse
-from typing import Callable, Iterable, Iterator, NamedTuple
+from typing import Callable, Iterable, Iterator, Literal, NamedTuple
 
 __version__ = "0.1.0"
 
@@ -64,7 +65,7 @@ __version__ = "0.1.0"
 #     argv, environment, ./.env, ~/.paicli/.env  -->  load_config  -->  Config (immutable)
 #
 # Errors form one tree: a PaiError is something a person or the model can act on, anything else
-# is a bug and keeps its traceback.  A Cancel carries "stop now" to whoever waits: callbacks shut
+# is a bug.  A Cancel carries "stop now" to whoever waits: callbacks shut
 # sockets and kill processes, so nothing has to poll.  A Job is the only way to start a thread.
 # Trap: a setting found in a cloned folder's .env was written by a stranger.  It may not raise
 # what runs unasked, choose a program to run, or send the person's key to another host.
@@ -164,7 +165,8 @@ def redact(text: str, secrets: Iterable[str] = ()) -> str:
     """Return the text with `secrets`, bearer tokens, key parameters and URL passwords masked."""
     for secret in secrets:
         text = text.replace(secret, MASK)
-    text = re.sub(r"(\bBearer\s+)[\w.~+/=-]{8,}", r"\g<1>" + MASK, text, flags=re.I)
+    text = re.sub(r"(\bBearer\s+)(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,}", r"\g<1>" + MASK, text,
+                  flags=re.I)
     text = re.sub(r"(\bx-api-key['\"]?\s*[:=]\s*['\"]?)[\w.~+/=-]{8,}", r"\g<1>" + MASK, text,
                   flags=re.I)
     text = re.sub(r"([?&](?:api_?key|access_token)=)[^&\s'\"{}$<>]{4,}", r"\g<1>" + MASK, text)
@@ -182,7 +184,7 @@ class Cancel:
         self._lock = threading.RLock()   # a signal handler may set what this thread is just setting
         self._callbacks = []             # guarded by _lock
 
-    def set(self, reason: str = "stopped by you") -> None:
+    def set(self, reason: str = "by you") -> None:
         """Stop: run each registered callback once.  Setting it again does nothing."""
         with self._lock:
             if self._event.is_set():
@@ -279,15 +281,16 @@ def atomic_write(path: str, data: bytes, mode: int | None = None) -> None:
     The permission bits (or `mode`) and owner stay.  Raises OSError; the old file is then untouched.
     """
     old = os.stat(path) if os.path.exists(path) else None
+    bits = mode if mode is not None else stat.S_IMODE(old.st_mode) if old else 0o666
     temporary = os.path.join(os.path.dirname(path), f".paicli-{random.getrandbits(64):016x}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
-        with open(os.open(temporary, flags, 0o666 if mode is None else mode), "wb") as f:
+        with open(os.open(temporary, flags, bits), "wb") as f:
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
         if old:
-            os.chmod(temporary, stat.S_IMODE(old.st_mode) if mode is None else mode)
+            os.chmod(temporary, bits)
             if hasattr(os, "chown") and old.st_uid != os.stat(temporary).st_uid:
                 with contextlib.suppress(OSError):        # only root may give files away
                     os.chown(temporary, old.st_uid, old.st_gid)
@@ -303,7 +306,7 @@ def read_text(path: str) -> str:
     try:
         with open(path, "rb") as f:
             return f.read().decode("utf-8-sig", "replace")
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
+    except OSError:                      # none, a folder, not ours to read
         return ""
 
 
@@ -402,7 +405,8 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
     settings, notices, secrets = {}, [], set()
     for source, path in (("home", os.path.join(pai_home, ".env")),
                          ("./.env", os.path.join(cwd, ".env")), ("environment", "")):
-        values, bad = parse_dotenv(read_text(path), environ) if path else (environ, [])
+        known = environ if source == "home" else {}       # a folder may not read the environment
+        values, bad = parse_dotenv(read_text(path), known) if path else (environ, [])
         notices += [f"{path}: line {n} is not NAME=value and was skipped" for n in bad]
         secrets |= {v for k, v in values.items() if k.upper().endswith("API_KEY") and len(v) > 7}
         for name in set(NOT_FROM_A_PROJECT) & set(values) if source == "./.env" else ():
@@ -442,21 +446,13 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
 
 def _parse_argv(argv):
     """-> (options, words).  Options may stand anywhere, but what follows a /command is its own."""
-    argv = list(argv)
-    verbatim = argv[argv.index("--") + 1:] if "--" in argv else []
-    argv = argv[:argv.index("--")] if "--" in argv else argv
-    options, words = {}, []
-    while argv:
-        try:
-            found, argv = getopt.getopt(argv, "h", OPTIONS)
-        except getopt.GetoptError as e:
-            raise ConfigError(f"{e.msg}; see --help") from None
-        options.update({"--help" if k == "-h" else k: v for k, v in found})
-        words += argv[:1]
-        argv = argv[1:]
-        if words and words[0].startswith("/"):
-            words, argv = words + argv, []
-    return options, words + verbatim
+    try:
+        found, words = getopt.getopt(argv, "h", OPTIONS)
+        if not words or not words[0].startswith("/"):
+            found, words = getopt.gnu_getopt(argv, "h", OPTIONS)
+    except getopt.GetoptError as e:
+        raise ConfigError(f"{e.msg}; see --help") from None
+    return {"--help" if k == "-h" else k: v for k, v in found}, words
 
 
 def proxies_in(environ: dict) -> dict:
@@ -487,6 +483,7 @@ def proxies_in(environ: dict) -> dict:
 
 CONNECT_TIMEOUT_S = 60
 READ_TIMEOUT_S = 300                     # between two bytes: models think silently for minutes
+MAX_IDLE_S = 60                          # a kept connection is used again only so long
 MAX_LINE_BYTES = 32 << 20                # of one server-sent event
 RETRIES = 4
 MAX_RETRY_AFTER_S = 120                  # a server that asks for more is not waited for
@@ -552,7 +549,12 @@ class HttpReply:
 
     def events(self) -> Iterator[tuple[str, str]]:
         """Yield each server-sent event as (event, data).  Raises HttpError for an endless line."""
-        return sse_events(iter(lambda: self._reply.readline(MAX_LINE_BYTES), b""))
+        def lines():
+            for line in iter(lambda: self._reply.readline(MAX_LINE_BYTES), b""):
+                if len(line) == MAX_LINE_BYTES:
+                    raise HttpError(self.status, "a line without an end", self.host)
+                yield line
+        return sse_events(lines())
 
 
 def sse_events(lines: Iterable[bytes]) -> Iterator[tuple[str, str]]:
@@ -589,24 +591,24 @@ class Http:
         self.proxies = proxies or {}     # scheme -> URL, "no" -> hosts that need none
         self.n_connections = 0           # opened so far
         self._tls = tls                  # ssl.SSLContext; made at the first https, once
-        self._idle = {}                  # Route.key -> connections; guarded by _lock
+        self._idle = {}                  # Route.key -> [(connection, since)]; guarded by _lock
         self._lock = threading.Lock()
 
     def route(self, url: str) -> Route:
-        """Decide on the parsed host name how a URL is reached.  Raises HttpError."""
+        """Decide on the parsed host name how a URL is reached.  Raises ConfigError."""
         try:
             parts = urllib.parse.urlsplit(url)
             host, _ = parts.hostname, parts.port
         except ValueError as e:
-            raise HttpError(0, f"not a URL: {e}", one_line(url)) from None
+            raise ConfigError(f"not a URL: {one_line(url)} ({e})") from None
         if parts.scheme not in ("http", "https") or not host:
-            raise HttpError(0, "not an http:// or https:// URL", one_line(url))
+            raise ConfigError(f"not an http:// or https:// URL: {one_line(url)}")
         proxy = self.proxies.get(parts.scheme) or self.proxies.get("all")
         if not proxy or is_loopback(host) or self._needs_no_proxy(host, parts.port):
             return Route(parts, None)
         proxy = urllib.parse.urlsplit(proxy if "://" in proxy else "http://" + proxy)
         if proxy.scheme != "http" or not proxy.hostname:
-            raise HttpError(0, f"only http:// proxies are supported, not {proxy.scheme}://", host)
+            raise ConfigError(f"only http:// proxies are supported, not {proxy.scheme}://")
         return Route(parts, proxy)
 
     def _needs_no_proxy(self, host, port):
@@ -643,9 +645,9 @@ class Http:
             cancel.check()                                # a shut socket looks like an end
             if reply.isclosed() and connection.sock:
                 with self._lock:
-                    self._idle.setdefault(route.key, []).append(connection)
+                    self._idle.setdefault(route.key, []).append((connection, time.monotonic()))
                 connection = None
-        except (OSError, http.client.HTTPException) as e:
+        except (OSError, UnicodeError, http.client.HTTPException) as e:
             cancel.check()
             raise HttpError(0, _why(e, route), host) from e
         finally:
@@ -655,23 +657,39 @@ class Http:
                 reply.close()
 
     def _ask(self, route, method, body, headers, cancel, timeout_s):
-        """-> connection, reply, socket.  A kept connection that the server has closed meanwhile
-        is replaced once: nothing was received, so nothing is done twice."""
-        with self._lock:
-            kept = self._idle.get(route.key)
-            connection = kept.pop() if kept else None
+        """-> connection, reply, socket.  A kept connection that the server has closed meanwhile is
+        replaced; what may have reached it is sent again only if that can't do anything twice."""
+        connection = self._kept(route)
         if connection:
             try:
                 return _exchange(connection, route, method, body, headers, cancel, timeout_s)
             except (ConnectionError, http.client.BadStatusLine):
-                connection.close()
-        connecting = Job("connect", self._connect, route, min(timeout_s, CONNECT_TIMEOUT_S))
+                cancel.check()
+                if method not in ("GET", "HEAD"):
+                    raise
+        connecting = Job("connect", self._connect, route, min(timeout_s, CONNECT_TIMEOUT_S), cancel)
         connection = connecting.wait(cancel)
         return _exchange(connection, route, method, body, headers, cancel, timeout_s)
 
-    def _connect(self, route, timeout_s):
+    def _kept(self, route):
+        """A kept connection that still looks usable, or None."""
+        with self._lock:
+            kept = self._idle.pop(route.key, [])
+        now = time.monotonic()
+        usable = []
+        for connection, since in kept:
+            # Something to read means: the server has closed it.  Routers forget the quiet ones.
+            if now - since > MAX_IDLE_S or select.select([connection.sock], [], [], 0)[0]:
+                connection.close()
+            else:
+                usable.append((connection, since))
+        found = usable.pop()[0] if usable else None
+        with self._lock:
+            self._idle.setdefault(route.key, []).extend(usable)
+        return found
+
+    def _connect(self, route, timeout_s, cancel):
         url, via = route.url, route.proxy or route.url
-        self.n_connections += 1
         if url.scheme == "http":
             connection = http.client.HTTPConnection(via.hostname, via.port or 80, timeout=timeout_s)
         else:
@@ -684,7 +702,14 @@ class Http:
                                                      context=self._tls)
             if route.proxy:
                 connection.set_tunnel(url.hostname, url.port or 443, proxy_login(route.proxy))
-        connection.connect()
+        try:
+            connection.connect()
+            cancel.check()                                # nobody waits for it any more
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            self.n_connections += 1
         return connection
 
     def json(self, method: str, url: str, payload=None, headers: dict | None = None,
@@ -700,7 +725,7 @@ class Http:
         """Close the kept connections."""
         with self._lock:
             idle, self._idle = self._idle, {}
-        for connection in sum(idle.values(), []):
+        for connection, _ in sum(idle.values(), []):
             connection.close()
 
 
@@ -722,9 +747,12 @@ def _exchange(connection, route, method, body, headers, cancel, timeout_s):
 
 
 def _shut(sock):
-    """Wake whoever reads this socket; on another thread, so close() would not."""
+    """Wake whoever reads this socket on another thread, as close() would not.
+
+    Not sock.shutdown(): that of a TLS socket ends encryption first, with a write perhaps under way.
+    """
     with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def _drain(reply, sock):
@@ -739,17 +767,14 @@ def _why(error, route):
     """Say what a person can act on."""
     proxy = route.proxy
     via = f" through the proxy {proxy.hostname}:{proxy.port or 80}" if proxy else ""
-    if isinstance(error, (socket.timeout, TimeoutError)):
-        said = "no answer in time"
-    elif isinstance(error, ConnectionRefusedError):
-        said = f"connection refused: no server listens on port {route.url.port or route.url.scheme}"
-    elif isinstance(error, socket.gaierror):
-        said = "the host name can't be resolved; is the network up?"
-    elif isinstance(error, (http.client.IncompleteRead, http.client.RemoteDisconnected,
-                            ConnectionError)):
-        said = "the connection broke off"
-    else:
-        said = str(error) or type(error).__name__
+    port = route.url.port or route.url.scheme
+    reasons = (
+        ((socket.timeout, TimeoutError), "no answer in time"),
+        (ConnectionRefusedError, f"connection refused: no server listens on port {port}"),
+        (socket.gaierror, "the host name can't be resolved; is the network up?"),
+        ((http.client.IncompleteRead, ConnectionError), "the connection broke off"))
+    said = next((text for kind, text in reasons if isinstance(error, kind)),
+                str(error) or type(error).__name__)
     return said + via
 
 
@@ -899,7 +924,7 @@ def choose_provider(config: Config, choice: str = "") -> Provider:
     key = config.settings.get(provider.prefix + "_API_KEY", Setting("", ""))
     url = config.settings.get(provider.prefix + "_BASE_URL")
     if url and name != "glm-coding":
-        if _is_redirect(url):
+        if _is_strangers_host(url):
             notice = (f"./.env sends {name} to {_host(url.value)}: that needs your trust, so it is "
                       "not used")
             key = key if key.source != "./.env" else Setting("", "")
@@ -914,7 +939,7 @@ def choose_provider(config: Config, choice: str = "") -> Provider:
 
 def _provider_at_url(config, chosen):
     url, _, model = chosen.value.partition("#")
-    if _is_redirect(chosen):
+    if _is_strangers_host(chosen):
         raise ConfigError(f"./.env chooses the model at {_host(url)}: that needs your trust; if "
                           f"you mean it, say --model '{chosen.value}' yourself")
     for p in PROVIDERS.values():                          # the key of a host is for that host only
@@ -925,7 +950,7 @@ def _provider_at_url(config, chosen):
                                         model=model or "default")
 
 
-def _is_redirect(url):
+def _is_strangers_host(url):
     """True for a URL that a folder's .env sets to a host nobody here knows."""
     host = _host(url.value)
     return url.source == "./.env" and not is_loopback(host) and not any(
@@ -1166,7 +1191,8 @@ def model_error(status: int, error, provider: Provider, retry_after_s: float | N
     error = error.get("error", error) if isinstance(error, dict) else error
     if not isinstance(error, dict):
         error = {"message": str(error)}
-    code, message = str(error.get("code") or ""), one_line(str(error.get("message") or error), 500)
+    message = redact(str(error.get("message") or error), filter(None, [provider.api_key]))
+    code, message = str(error.get("code") or ""), one_line(message, 500)
     status = status if status >= 400 else int(code) if re.fullmatch(r"[45]\d\d", code) else status
     if code == "1261" or (status in (0, 200, 400, 413, 422) and _OVERFLOW.search(message)):
         return ModelError("the conversation is longer than the model can read; /clear starts a new "
@@ -1299,19 +1325,21 @@ def find_ollama(http: Http, base_url: str = "http://localhost:11434") -> list[st
 
 # ---- a model that is none
 
+DEMO_EXAMPLES = (
+    "create a java project demo",
+    "in demo/src/main/java/com/example create Hello.java that prints Hello World",
+    "read demo/src/main/java/com/example/Hello.java, then change the output to Hello PaiCLI",
+    "go into demo, compile and run Hello.java")
+
+
 class DemoModel:
     """Keyword rules, not intelligence: plays the tutorial's four examples through real tool calls.
 
     It knows tools only by name and sees only messages, like any model.
     """
 
-    HELP = """I am the demo model: a few keyword rules, no intelligence. Try:
-- create a java project demo
-- in demo/src/main/java/com/example create Hello.java that prints Hello World
-- read demo/src/main/java/com/example/Hello.java, then change the output to Hello PaiCLI
-- go into demo, compile and run Hello.java
-- list FOLDER
-- read FILE"""
+    HELP = "I am the demo model: a few keyword rules, no intelligence. Try:\n- " + "\n- ".join(
+        (*DEMO_EXAMPLES, "list FOLDER", "read FILE"))
     JAVA = """package com.example;
 
 public class %s {
@@ -1587,7 +1615,7 @@ class Toolbox:
         self._decide, self._on_event, self._mask = decide, on_event, mask
 
     def add(self, tools: Iterable[Tool]) -> None:
-        """Add tools, all or none.  Raises ConfigError for a name that is taken: none is shadowed."""
+        """Add tools, all or none.  Raises ConfigError if a name is taken: none is shadowed."""
         added = {}
         for t in tools:
             if t.name in self.tools or t.name in added:
@@ -1788,9 +1816,11 @@ GRACE_S = 1.0                            # between TERM and KILL
 class Workspace:
     """The folder the file tools may touch, and perhaps more of them."""
 
-    def __init__(self, root: str, more: Iterable[str] = ()):
+    def __init__(self, root: str, more: Iterable[str] = (), closed: str = ""):
         self.root = os.path.realpath(root)
         self.folders = [self.root, *(os.path.realpath(f) for f in more)]
+        # PAICLI_HOME: who may write tools.py there runs code at the next start.
+        self.closed = os.path.realpath(closed) if closed else None
 
     def resolve(self, path: str, may_differ: bool = True) -> str:
         """Return the real absolute path.  Raises ToolError if it leads outside, by .. or a link.
@@ -1804,15 +1834,21 @@ class Workspace:
         if may_differ and not os.path.lexists(full):
             full = _other_spelling(full) or full
         real = os.path.realpath(full)
-        for folder in self.folders:
-            if real == folder or real.startswith(folder.rstrip(os.sep) + os.sep):
-                return real
-        raise ToolError(f"{path} is outside the workspace {self.root}")
+        inside = [f for f in self.folders if _is_in(real, f)]
+        if inside and self.closed and _is_in(real, self.closed) and inside == [self.root]:
+            raise ToolError(f"{path} belongs to PaiCLI itself, not to the workspace")
+        if not inside:
+            raise ToolError(f"{path} is outside the workspace {self.root}")
+        return real
 
     def show(self, path: str) -> str:
         """Return a path as the person would write it: relative, with forward slashes."""
-        inside = path == self.root or path.startswith(self.root + os.sep)
-        return (os.path.relpath(path, self.root) if inside else path).replace(os.sep, "/")
+        shown = os.path.relpath(path, self.root) if _is_in(path, self.root) else path
+        return shown.replace(os.sep, "/")
+
+
+def _is_in(path, folder):
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
 
 
 def path_trap(path: str, windows: bool = WINDOWS) -> str:
@@ -1921,6 +1957,8 @@ class FileTools:
         if MASK in new_text:
             raise ToolError(f"the text contains {MASK}, which stands for a secret you can't see; "
                             "edit around it instead")
+        if os.path.lexists(real) and not os.access(real, os.W_OK):
+            raise ToolError(f"Writing failed: {path} is read-only; nothing was changed")
         try:
             os.makedirs(os.path.dirname(real), exist_ok=True)
             atomic_write(real, data)
@@ -1944,7 +1982,7 @@ class FileTools:
         first = max(1, start_line)
         last = min(end_line if end_line > 0 else len(lines), len(lines), first + MAX_READ_LINES - 1)
         if first > max(1, len(lines)) or 0 < end_line < first:
-            raise ToolError(f"{path} has {len(lines)} lines; {first} to {end_line} are none of them")
+            raise ToolError(f"{path} has {len(lines)} lines, none from {first} to {end_line}")
         shown = "\n".join((f"{n}\t" if numbered else "") + lines[n - 1]
                           for n in range(first, last + 1))
         notes = [file.encoding] * (file.encoding != "utf-8")
@@ -2041,11 +2079,7 @@ class FileTools:
 
 def find_all(text: str, piece: str) -> list[int]:
     """Return where a piece occurs, overlapping places too: "aaa", "aa" -> [0, 1]."""
-    places, at = [], text.find(piece)
-    while at >= 0:
-        places.append(at)
-        at = text.find(piece, at + 1)
-    return places
+    return [m.start() for m in re.finditer(f"(?={re.escape(piece)})", text)]
 
 
 def _almost(text, piece):
@@ -2109,11 +2143,16 @@ class Output:
     def __init__(self, spool_path: str):
         self.spool_path = spool_path     # where a long output can be read in full
         self.n_bytes = 0
-        self.n_spooled = 0               # how much of it is in the file
+        self._lock = threading.Lock()    # written on one thread, read on another
+        self.n_spooled = 0               # how much of it is in the file; guarded by _lock
         self._head, self._tail, self._spool = b"", b"", None
 
     def add(self, data: bytes) -> None:
         """Take the next bytes."""
+        with self._lock:
+            self._add(data)
+
+    def _add(self, data):
         is_long = self.n_bytes + len(data) > HEAD_BYTES + TAIL_BYTES
         if is_long and self.n_spooled in (0, self.n_bytes) and self.n_bytes < MAX_SPOOL_BYTES:
             with contextlib.suppress(OSError):            # a full disk must not stop the command
@@ -2131,6 +2170,10 @@ class Output:
 
     def text(self, seen: int = 0) -> str:
         """Return it, without the first `seen` bytes, and with what was left out said."""
+        with self._lock:
+            return self._text(seen)
+
+    def _text(self, seen):
         n_new = self.n_bytes - seen
         if n_new <= len(self._tail):
             data, note = self._tail[len(self._tail) - n_new:], ""
@@ -2220,11 +2263,14 @@ class Process:
         return False
 
 
-def shell_argv(command: str) -> list[str]:
-    """Return the argv that runs a command line: in bash, or else in the system's shell."""
+def shell_argv(command: str) -> list[str] | str:
+    """Return what runs a command line: in bash, or else in the system's shell.
+
+    A string on Windows without bash: cmd has rules of its own for quotes.
+    """
     import shutil
     bash = shutil.which("bash")
-    if bash and not (WINDOWS and "system32" in bash.lower()):    # that one would start a Linux
+    if bash and not (WINDOWS and re.search("system32|windowsapps", bash, re.I)):   # a Linux's
         if "|" in command:
             # A pipe hides a failure in its middle; 141 is only a reader that had enough (head).
             command = ("exec 9>&1; trap 'p=(\"${PIPESTATUS[@]}\") IFS=\" \"; [[ ${#p[@]} -lt 2 || "
@@ -2232,7 +2278,7 @@ def shell_argv(command: str) -> list[str]:
                        "echo \"[exit codes in the pipe: ${p[*]}]\" >&9; } 2>/dev/null || :' EXIT; "
                        + command)
         return [bash, "-c", command]
-    return ["cmd", "/d", "/c", command] if WINDOWS else ["/bin/sh", "-c", command]
+    return f'cmd /d /s /c "{command}"' if WINDOWS else ["/bin/sh", "-c", command]
 
 
 class ShellTools:
@@ -2282,7 +2328,7 @@ class ShellTools:
         """
         outside_quotes = re.sub(r"'[^']*'|\"(\\.|[^\"\\])*\"", "", command)
         argv = shell_argv(command)
-        if argv[0] != "cmd" and re.search(r">\s*nul(?![\w./-])", outside_quotes, re.I):
+        if isinstance(argv, list) and re.search(r">\s*nul(?![\w./-])", outside_quotes, re.I):
             raise ToolError("the shell is not cmd: write /dev/null instead of nul")
         if not background:
             return self.run_argv(argv, cancel or Cancel(), timeout_s)
@@ -2406,6 +2452,7 @@ class Agent:
         self.token_budget, self.turn_timeout_s = token_budget, turn_timeout_s     # 0: no limit
         self.usage = Usage()             # of this turn so far
         self.stop_reason = ""            # why the last turn ended; "done" is an answer
+        self._is_late = False            # the time limit has stopped it
         self._recent = collections.deque(maxlen=STUCK_AFTER)    # what the last rounds did
 
     def run(self, text: str, cancel: Cancel | None = None) -> str:
@@ -2414,6 +2461,7 @@ class Agent:
         Raises ModelError or ConfigError when the model can't be asked, Cancelled when stopped.
         """
         cancel, self.usage, self.stop_reason = cancel or Cancel(), Usage(), ""
+        self._is_late = False
         self._recent.clear()
         self.on_event({"type": "turn", "text": text})
         self.memory.add({"role": "user", "content": clean(text)})
@@ -2421,7 +2469,7 @@ class Agent:
             with self._time_limit(cancel):
                 return self._loop(cancel)
         except Cancelled as e:
-            self._end("cancelled", f"(Turn stopped: {e}.)")
+            self._end("time" if self._is_late else "cancelled", f"(Turn stopped: {e}.)")
             raise
         except PaiError as e:
             self._end("error", f"(Turn stopped: {e})")
@@ -2497,12 +2545,16 @@ class Agent:
     def _time_limit(self, cancel):
         over = threading.Event()
         if self.turn_timeout_s:
-            why = f"the time limit of {self.turn_timeout_s:g} s (PAICLI_TURN_TIMEOUT_S) is reached"
-            Job("time limit", lambda: over.wait(self.turn_timeout_s) or cancel.set(why))
+            Job("time limit", self._end_late, over, cancel)
         try:
             yield
         finally:
             over.set()
+
+    def _end_late(self, over, cancel):
+        if not over.wait(self.turn_timeout_s):
+            self._is_late = True
+            cancel.set(f"after {self.turn_timeout_s:g} s, the limit (PAICLI_TURN_TIMEOUT_S)")
 
 
 def _same(arguments):
@@ -2538,13 +2590,14 @@ def commands() -> dict[str, tuple]:
         "/level": (choose_level, "[N]", "what runs unasked: 1 reads, 2 writes, 3 commands"),
         "/tools": (list_tools, "[reload]", "list the tools; load tools.py and tools.json again"),
         "/trace": (switch_trace, "[on|off]", "show each request and reply, for learners"),
-        "/exit": (leave, "", "leave; so does Ctrl-D"),
+        "/exit": (leave, "", "leave; so do /quit and Ctrl-D"),
     }
 
 
 def run_command(app, line: str) -> str:
     """Run "/name arguments" and return its text.  Raises ConfigError for an unknown name."""
     name, _, arguments = line.strip().partition(" ")
+    name = "/exit" if name == "/quit" else name
     table = commands()
     if name not in table:
         raise ConfigError(f"no command {name}{did_you_mean(name, table) or '; see /help'}")
@@ -2574,9 +2627,9 @@ def leave(app, arguments: str) -> str:
 def choose_model(app, arguments: str) -> str:
     """Show the providers, or change the model."""
     if arguments:
-        app.use_model(arguments)
-        provider = app.agent.model.provider
-        return f"Model: {provider.name}, {provider.model} at {provider.base_url}"
+        notice = app.use_model(arguments)
+        p = app.agent.model.provider
+        return f"Model: {p.name}, {p.model} at {p.base_url}" + (f"\n⚠️ {notice}" if notice else "")
     lines = []
     for p in PROVIDERS.values():
         is_set = "is set" if app.config.get(p.prefix + "_API_KEY") else "is not set"
@@ -2631,7 +2684,8 @@ def load_plugins(app) -> list[str]:
     for name in ("tools.py", "tools.json"):
         if not is_home and os.path.isfile(os.path.join(folder, name)):
             notices.append(f"⚠️ this folder's .paicli/{name} is not loaded: that would need trust")
-    app.agent.system = system_prompt(app.config.cwd, app.agent.toolbox.tools, app.project_notes)
+    app.agent.system = system_prompt(app.config.cwd, app.agent.toolbox.tools,
+                                     app.mask(app.project_notes))
     return notices
 
 
@@ -2684,11 +2738,6 @@ HELP = """usage: paicli.py [options] [MESSAGE...]     no message: the REPL
 
 Exit code: 0 done, 1 error, 2 wrong usage, 130 interrupted.
 Keys: GLM_API_KEY=... in the environment, ./.env or ~/.paicli/.env."""
-DEMO_EXAMPLES = (
-    "create a java project demo",
-    "in demo/src/main/java/com/example create Hello.java that prints Hello World",
-    "read demo/src/main/java/com/example/Hello.java, then change the output to Hello PaiCLI",
-    "go into demo, compile and run Hello.java")
 STYLES = {"bold": "1", "dim": "2", "cyan": "36", "red": "31", "green": "32"}
 
 
@@ -2719,15 +2768,12 @@ def clusters(text: str) -> Iterator[tuple[str, int]]:
 
 def fit(text: str, columns: int) -> str:
     """Return as much of the text as fits, with … for what does not; no character is split."""
-    shown, used, room = [], 0, max(1, columns)
-    parts = list(clusters(text))
-    total = sum(width for _, width in parts)
-    for cluster, width in parts:
-        if used + width > (room if total <= room else room - 1):
-            return "".join(shown) + "…"
-        shown.append(cluster)
-        used += width
-    return text
+    parts, room = list(clusters(text)), max(1, columns)
+    if sum(width for _, width in parts) <= room:
+        return text
+    while parts and sum(width for _, width in parts) > room - 1:
+        parts.pop()
+    return "".join(cluster for cluster, _ in parts) + "…"
 
 
 # ---- drawing
@@ -2822,6 +2868,7 @@ class Screen:
     def line(self, text: str, style: str = "") -> None:
         """Write a line of chatter below whatever is there."""
         self.settle()
+        text = visible(text)
         self.err.write((self.style(style, text) if style else text) + "\n")
         self.err.flush()
 
@@ -2875,7 +2922,8 @@ class Screen:
         lines = [line for line in event["text"].split("\n") if line.strip()] or [""]
         outcome = lines[1] if lines[0].endswith(":") and lines[1:] else lines[0]
         mark = "✅" if event["ok"] else "❌"
-        head = fit(f"🔧 {event['tool']}({one_line(arguments)})", max(20, self.columns() // 2))
+        asked = f"🔧 {one_line(event['tool'], 64)}({one_line(arguments)})"
+        head = fit(asked, max(20, self.columns() // 2))
         line = f"{head} {mark} {event['seconds']:.1f} s  {one_line(outcome)}"
         self.line(fit(line, self.columns()))
         self._waiting("🤔 Thinking...")
@@ -2884,15 +2932,20 @@ class Screen:
         self._usage = event
 
     def _on_notice(self, event):
-        self.line(f"⚠️ {visible(event['text'])}", "dim")
+        self.line(f"⚠️ {event['text']}", "dim")
+
+    def _on_error(self, event):
+        self.line(f"❌ Error: {event['text']}")
 
     def _on_trace(self, event):
         body = json.dumps(event["body"], indent=2, ensure_ascii=False)
-        self.line(f"── {event['kind']}\n{visible(body)}", "dim")
+        self.line(f"── {event['kind']}\n{body}", "dim")
 
     def _on_stop(self, event):
         is_shown = self.streams and event["reason"] == "done"
-        if event["reason"] not in ("cancelled", "error") and not is_shown:
+        if event["reason"] in ("cancelled", "time"):
+            self.line("⏹️ " + event["text"].strip("()"))
+        elif event["reason"] != "error" and not is_shown:
             self.answer(self.label + event["text"])
         self._activity = ""
         if self._usage:
@@ -2954,7 +3007,8 @@ class Prompt:
                 lines.append(input("... "))
             lines[-1] = lines[-1].rstrip()[:-3]
         else:
-            while _more_is_pasted():
+            # Terminals without bracketed paste send one line at a time.
+            while not WINDOWS and _is_readable(sys.stdin, 0.05):
                 lines.append(input(""))
         return "\n".join(lines).strip()
 
@@ -2977,31 +3031,28 @@ class Prompt:
                 self._readline.write_history_file(self._history_path)
 
 
-def _more_is_pasted():
-    """True if a further line waits: terminals without bracketed paste send one at a time."""
-    if WINDOWS:
-        return False
-    import select
-    return bool(select.select([sys.stdin], [], [], 0.05)[0])
+def _is_readable(stream, seconds):
+    """True if something can be read within that time.  Windows knows that of sockets only."""
+    return WINDOWS or bool(select.select([stream], [], [], seconds)[0])
 
 
 def ask(question: str, cancel: Cancel) -> str | None:
     """Return what the person answers on the terminal, None if there is none; Ctrl-C cancels."""
     if not is_terminal(sys.stdin):
         return None
-    with contextlib.suppress(ImportError):                # what was typed ahead is no answer
+    if WINDOWS:                                           # what was typed ahead is no answer
+        import msvcrt
+        while msvcrt.kbhit():
+            msvcrt.getwch()
+    else:
         import termios
         termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
     sys.stderr.write(question)
     sys.stderr.flush()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return sys.stdin.readline()
-    except KeyboardInterrupt:
-        cancel.set()
-        return None
-    finally:
-        signal.signal(signal.SIGINT, before)
+    while not _is_readable(sys.stdin, 0.1):
+        if cancel.is_set():
+            return None
+    return sys.stdin.readline()
 
 
 def is_terminal(stream) -> bool:
@@ -3042,6 +3093,7 @@ class App:
 
     def __init__(self, config: Config):
         self.config, self.events = config, queue.SimpleQueue()
+        self.notices = list(config.notices)               # what to tell the person at the start
         self.trace, self.is_over = config.trace, False
         self.plugin_names = []           # tools that came from the person's own files
         self.project_notes = read_text(os.path.join(config.cwd, "AGENTS.md")) or \
@@ -3080,25 +3132,26 @@ class App:
         self.http.close()
 
 
-def build(config: Config) -> tuple[App, list[str]]:
-    """Wire everything once; return the app, and what to tell the person at the start."""
-    app, notices = App(config), list(config.notices)
+def build(config: Config) -> App:
+    """Wire everything once."""
+    app = App(config)
     try:
         os.makedirs(config.home, mode=0o700, exist_ok=True)
     except OSError as e:
-        notices.append(f"{config.home} can't be used ({e.strerror}): nothing will be remembered")
-    workspace = Workspace(config.cwd)
+        app.notices.append(f"{config.home} can't be used ({e.strerror}): nothing is remembered")
+    workspace = Workspace(config.cwd, closed=config.home)
     app.files = FileTools(workspace)
-    app.shell = ShellTools(workspace, os.path.join(config.home, "output", str(os.getpid())),
-                           config.command_timeout_s)
+    spool_dir = os.path.join(config.home, f"output-{os.getpid()}-{random.getrandbits(32):08x}")
+    app.shell = ShellTools(workspace, spool_dir, config.command_timeout_s)
     app.approver = Approver(config.level, app.ask)
     toolbox = Toolbox(app.approver.decide, app.events.put, app.mask)
     toolbox.add(builtin_tools(app.files, app.shell))
     app.agent = Agent(DemoModel(), toolbox, ListMemory(), app.events.put, "", config.max_rounds,
                       config.token_budget, config.turn_timeout_s)
     if not config.demo:
-        notices.append(app.use_model())
-    return app, [n for n in notices + load_plugins(app) if n]
+        app.notices.append(app.use_model())
+    app.notices += load_plugins(app)
+    return app
 
 
 # ---- running
@@ -3123,10 +3176,11 @@ def run_turn(app: App, screen, text: str) -> int:
 
     def work():
         try:
-            app.agent.run(with_files(app.files, text), cancel)
+            app.agent.run(app.mask(with_files(app.files, text)), cancel)
         finally:
             app.events.put({"type": "end"})
-    with interrupts_set(cancel):
+    with interrupts_set(cancel), contextlib.ExitStack() as stack:
+        stack.callback(cancel.set, "PaiCLI ends")         # a signal or a closed pipe may end this
         turn = Job("turn", work)
         while True:
             try:
@@ -3149,19 +3203,17 @@ def run_turn(app: App, screen, text: str) -> int:
     return 0 if app.agent.stop_reason == "done" else 1
 
 
-def run_line(app: App, screen, line: str) -> int:
-    """Do what was typed, a command or a message; return the exit code.  An error is a sentence."""
-    line = {"clear": "/clear", "exit": "/exit", "quit": "/exit", "/quit": "/exit"}.get(line, line)
+def run_line(app: App, screen, line: str, is_command: bool) -> int:
+    """Run a command or a turn; return the exit code.  An error is a sentence."""
     try:
-        if line.startswith("/"):
+        if is_command:
             screen.answer(run_command(app, line))
             return 0
         return run_turn(app, screen, line)
-    except Cancelled as e:
-        complain(app, f"⏹️ Turn {e}.")
+    except Cancelled:                                     # the stop event has told of it
         return 130 if app.agent.stop_reason == "cancelled" else 1
     except PaiError as e:
-        complain(app, f"❌ Error: {e}")
+        screen.handle({"type": "error", "text": app.mask(str(e))})
         return 1
 
 
@@ -3170,10 +3222,10 @@ def complain(app: App, text: str) -> None:
     print(visible(app.mask(text)), file=sys.stderr)
 
 
-def repl(app: App, screen: Screen, notices: list[str]) -> int:
+def repl(app: App, screen: Screen) -> int:
     """Read, do, repeat, until the person leaves; return the exit code."""
     print(BANNER + TIPS + "\n" + choose_model(app, "").split("\n")[0])
-    for notice in notices:
+    for notice in filter(None, app.notices):
         complain(app, notice)
     prompt = Prompt(os.path.join(app.config.home, "history"), commands(), app.config.cwd)
     was_interrupted = False
@@ -3191,8 +3243,9 @@ def repl(app: App, screen: Screen, notices: list[str]) -> int:
                 print()
                 break
             was_interrupted = False
+            line = "/" + line if line in ("clear", "exit", "quit") else line
             if line:
-                run_line(app, screen, line)
+                run_line(app, screen, line, line.startswith("/"))
     finally:
         prompt.close()
     return 0
@@ -3207,7 +3260,7 @@ def play_demo(app: App, screen: Screen) -> int:
         if "compile" in example and not shutil.which("javac"):
             print("(left out: there is no javac here)")
             continue
-        code = run_line(app, screen, example)
+        code = run_line(app, screen, example, False)
         if code:
             return code
     return 0
@@ -3217,18 +3270,16 @@ def piped_text(wait_s: float | None) -> str:
     """Return what was piped in; "" when not a byte comes within wait_s (None: wait for ever)."""
     if sys.stdin is None or sys.stdin.closed:
         return ""
-    pipe = sys.stdin.buffer
-    try:
-        first = Job("stdin", pipe.read, 1).wait(timeout_s=wait_s)
-    except TimeoutError:
+    if wait_s is not None and not _is_readable(sys.stdin, wait_s):
         return ""
-    return (first + pipe.read()).decode("utf-8", "replace").strip()
+    return sys.stdin.buffer.read().decode("utf-8", "replace").strip()
 
 
 def dispatch(config: Config) -> int:
     """Do what the command line asks for; return the exit code."""
     is_person = is_terminal(sys.stdin)
-    words, is_command = " ".join(config.words), config.words[:1] and config.words[0].startswith("/")
+    words = " ".join(config.words)
+    is_command = words.startswith("/")
     if not is_person and not is_command:
         piped = piped_text(3 if words or config.demo else None)
         words = "\n\n".join(filter(None, (words, piped)))
@@ -3241,19 +3292,19 @@ def dispatch(config: Config) -> int:
         if not words and not is_person and not plays:
             print("Nothing to do: give a MESSAGE or pipe one in; see --help.", file=sys.stderr)
             return 2
-        app, notices = build(config)
+        app = build(config)
         stack.callback(app.close)
         label = "🤖 Agent: "
         if not words and not plays:
-            return repl(app, Screen(sys.stdout, sys.stdout, config, True, label), notices)
-        for notice in notices:
+            return repl(app, Screen(sys.stdout, sys.stdout, config, True, label))
+        for notice in filter(None, app.notices):
             complain(app, notice)
         screen = JsonLines(sys.stdout) if config.json and not is_command else Screen(
             sys.stdout, sys.stderr, config, label=label if plays else "")
         if config.demo and not plays:
             complain(app, "Demo model: keyword rules, no intelligence. "
                           f"Level 3: it runs commands in {config.cwd}")
-        return play_demo(app, screen) if plays else run_line(app, screen, words)
+        return play_demo(app, screen) if plays else run_line(app, screen, words, is_command)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -3263,11 +3314,12 @@ def main(argv: list[str] | None = None) -> int:
             is_ascii = (stream.encoding or "").lower() in ("ascii", "us-ascii", "ansi_x3.4-1968")
             stream.reconfigure(encoding="utf-8" if is_ascii else None, errors="replace")
     for name in ("SIGTERM", "SIGHUP"):                    # the same way out, which kills children
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda signum, frame: sys.exit(128 + signum))
+        number = getattr(signal, name, None)
+        if number and signal.getsignal(number) is signal.SIG_DFL:        # not under nohup
+            signal.signal(number, lambda signum, frame: sys.exit(128 + signum))
     try:
-        config = load_config(sys.argv[1:] if argv is None else argv, dict(os.environ), os.getcwd(),
-                             os.path.expanduser("~"))
+        argv = sys.argv[1:] if argv is None else argv
+        config = load_config(argv, dict(os.environ), os.getcwd(), os.path.expanduser("~"))
         if config.show:
             print(f"paicli {__version__}" if config.show == "version"
                   else HELP.format(providers=", ".join(PROVIDERS)))
@@ -3275,7 +3327,7 @@ def main(argv: list[str] | None = None) -> int:
         code = dispatch(config)
         sys.stdout.flush()
         return code
-    except ConfigError as e:
+    except (ConfigError, FileNotFoundError) as e:         # not found: the folder we are in
         print(f"❌ Error: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

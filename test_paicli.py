@@ -508,12 +508,12 @@ class TestBasics(Case):
         self.assertEqual("x\\u202ey\\x9bz 你", paicli.visible("x\u202ey\x9bz 你"))
 
     def test_secrets_are_masked_wherever_they_stand(self):
-        for text in ("key abcd1234.SECRET!", "Authorization: Bearer eyJhbGciOi.xyz", "http://user:pass@host/",
+        for text in ("key abcd1234.SECRET!", "Authorization: Bearer eyJhbGciOi1.xyz", "http://user:pass@host/",
                      "https://serpapi.com/search?q=a&api_key=0123456789", "x-api-key: 0123456789abc"):
             masked = paicli.redact(text, ["abcd1234.SECRET"])
             self.assertIn(paicli.MASK, masked)
             self.assertNotRegex(masked, "SECRET|eyJ|pass|0123456789")
-        for harmless in ("http://localhost:8080/a@b", "Bearer of news", "f'http://{user}:{pw}@{host}'", "key = 5"):
+        for harmless in ("http://localhost:8080/a@b", "Bearer of news", "Bearer authentication", "f'http://{user}:{pw}@{host}'", "key = 5"):
             self.assertEqual(harmless, paicli.redact(harmless, ["abcd1234.SECRET"]))
 
     def test_cancel_runs_its_callbacks_once(self):
@@ -577,7 +577,7 @@ class TestBasics(Case):
     def test_reading_text_survives_a_bom_bad_bytes_and_no_file(self):
         self.assertEqual("k=1\r\n", paicli.read_text(self.write("a", b"\xef\xbb\xbfk=1\r\n")))
         self.assertEqual("caf\ufffd", paicli.read_text(self.write("b", b"caf\xe9")))
-        self.assertEqual("", paicli.read_text(self.path("none")))
+        self.assertEqual(["", ""], [paicli.read_text(self.path("none")), paicli.read_text(self.folder)])
 
     def test_dotenv_lines_mean_what_they_mean_to_python_dotenv(self):
         text = ("A=abc#def\nB=abc #def\nC=   # only a comment\nD=\"a # b\"\nE='it\\'s # ok'\nF=\nG\n=H\n"
@@ -611,8 +611,9 @@ class TestBasics(Case):
             PAICLI_TURN_TIMEOUT_S="2.5").turn_timeout_s, self.config().level, self.config("--yes").level))
 
     def test_a_folder_may_not_approve_itself(self):
-        self.write(".env", "PAICLI_LEVEL=3\nPAICLI_HOME=/evil\nPAICLI_SANDBOX=./run\nGLM_MODEL=m\nbad line\n")
-        config = self.config()
+        self.write(".env", "PAICLI_LEVEL=3\nPAICLI_HOME=/evil\nPAICLI_SANDBOX=./run\nGLM_MODEL=m\nbad line\nA=x${SECRET}\n")
+        config = self.config(SECRET="private")
+        self.assertEqual("x", config.get("A"))
         self.assertEqual((1, self.path(".paicli"), "m", ""), (
             config.level, config.home, config.get("GLM_MODEL"), config.get("PAICLI_SANDBOX")))
         self.assertEqual(4, len(config.notices))
@@ -664,6 +665,15 @@ class TestHttp(Case):
         self.assertEqual([b"3", b"4"], [self.get(stale.url) for _ in range(2)])
         self.assertEqual(2, stale.n_connections)
 
+        def dies(handler):
+            handler.close_connection = True
+        dying = self.server(*[(200, {}, b"5"), dies, (200, {}, b"6")] * 2)
+        self.assertEqual([b"5", b"6"], [self.get(dying.url) for _ in range(2)])         # a GET may be sent twice
+        self.assertEqual({"a": 1}, self.client.json("GET", self.server(refuses(200, {"a": 1})).url))
+        self.client.close()
+        self.get(dying.url)
+        self.raises(paicli.HttpError, "broke off", self.client.json, "POST", dying.url, {})     # a POST may not
+
     def test_an_error_has_status_body_host_and_the_time_to_wait(self):
         for retry_after, seconds in (("7", 7), (email.utils.formatdate(time.time() + 60, usegmt=True), 60), ("x", None)):
             server = self.server(refuses(429, {"error": "slow"}, Retry_After=retry_after))
@@ -673,8 +683,9 @@ class TestHttp(Case):
 
     def test_what_is_no_answer_is_said_in_words(self):
         self.raises(paicli.HttpError, "connection refused", self.get, "http://127.0.0.1:1/")
-        self.raises(paicli.HttpError, "not an http", self.get, "file:///etc/passwd")
-        self.raises(paicli.HttpError, "not a URL", self.get, "http://[::1/")
+        self.raises(paicli.ConfigError, "not an http", self.get, "file:///etc/passwd")
+        self.raises(paicli.HttpError, "label|resolved", self.get, f"http://{'a' * 70}..example/")
+        self.raises(paicli.ConfigError, "not a URL", self.get, "http://[::1/")
         html = self.server((200, {}, b"<html><title>Login</title>"))
         self.raises(paicli.HttpError, "web page titled Login", self.client.json, "GET", html.url)
         moved = self.server((301, {"Location": "http://x/"}, b""))
@@ -1259,7 +1270,7 @@ class TestBuiltInTools(Case):
         self.assertEqual("File content:\nx\ny\nz", self.files.read_file("a/b.txt"))
         self.assertEqual("File content (lines 2 to 3 of 3):\n2\ty\n3\tz", self.files.read_file("a/b.txt", 2, 9, True))
         self.assertEqual("The file is empty.", self.files.read_file(self.write("empty", "")))
-        self.raises(paicli.ToolError, "3 lines; 9 to 0 are none", self.files.read_file, "a/b.txt", 9)
+        self.raises(paicli.ToolError, "3 lines, none from 9", self.files.read_file, "a/b.txt", 9)
         self.raises(paicli.ToolError, "there is no file a/c.txt; did you mean b.txt", self.files.read_file, "a/c.txt")
 
     def test_a_long_file_is_read_in_parts(self):
@@ -1274,6 +1285,9 @@ class TestBuiltInTools(Case):
             self.raises(paicli.ToolError, "outside the workspace", self.workspace.resolve, path)
         self.assertEqual(self.path("b"), self.workspace.resolve("a/../b"))
         self.assertEqual(["b/c", "/else"], [self.workspace.show(self.path("b/c")), self.workspace.show("/else")])
+        inner = paicli.Workspace(self.folder, [self.path("own/out")], closed=self.path("own"))
+        self.raises(paicli.ToolError, "belongs to PaiCLI", inner.resolve, "own/tools.py")
+        self.assertEqual(self.path("own/out/x"), inner.resolve("own/out/x"))
         self.assertEqual(os.path.realpath(outside), paicli.Workspace(self.folder, [outside]).resolve(outside))
         if POSIX:
             os.symlink(outside, self.path("link"))
@@ -1587,7 +1601,7 @@ class TestAgent(Case):
         agent = self.agent(reply_of(call("wait")), turn_timeout_s=0.05,
                            tools=[self.tool("wait", lambda a, cancel: cancel.sleep(10))])
         self.after(agent, paicli.Cancelled)
-        self.assertIn("PAICLI_TURN_TIMEOUT_S", self.events[-1]["text"])
+        self.assertEqual(("time", True), (agent.stop_reason, "PAICLI_TURN_TIMEOUT_S" in self.events[-1]["text"]))
 
     def test_the_same_calls_again_and_again_are_warned_of_then_end_the_turn(self):
         for replies in ([call("echo", {"a": 1, "b": 2}), call("echo", '{"b":2,  "a":1}')], [call("nope")],
@@ -1643,8 +1657,9 @@ class TestCommands(Case):
 
     def app(self, *argv, **environ):
         environ = {"PAICLI_HOME": self.path("home"), **environ}
-        app, self.notices = paicli.build(paicli.load_config(list(argv), environ, self.folder, self.folder))
+        app = paicli.build(paicli.load_config(list(argv), environ, self.folder, self.folder))
         self.stack.callback(app.close)
+        self.notices = app.notices
         return app
 
     def test_the_table_is_the_help(self):
@@ -1669,6 +1684,10 @@ class TestCommands(Case):
         app = self.app(GLM_API_KEY="k" * 9)
         self.assertRegex(paicli.choose_model(app, ""), r"^Model: glm, glm-5\.1\.(.|\n)*GLM_API_KEY is set(.|\n)*OPENAI_API_KEY is not set")
         self.assertIn("qwen3:4b at http://localhost:11434", paicli.choose_model(app, "ollama:qwen3:4b"))
+        self.write(".env", "ZAI_BASE_URL=https://evil.example/\n")
+        self.assertIn("needs your trust", paicli.choose_model(self.app(), "zai"))
+        app = self.app(GLM_API_KEY="k" * 9)
+        paicli.choose_model(app, "ollama")
         self.assertEqual("ollama", app.agent.model.provider.name)
         self.raises(paicli.ConfigError, "no provider", paicli.choose_model, app, "nobody")
         self.assertIn("demo model", paicli.choose_model(self.app("--demo"), ""))
@@ -1697,7 +1716,7 @@ class TestCommands(Case):
         self.write(".paicli/tools.json", "[]")
         app = self.app()
         self.assertEqual(2, len([n for n in self.notices if "need trust" in n]))
-        self.assertEqual(self.notices, paicli.load_plugins(app))
+        self.assertEqual(2, len(paicli.load_plugins(app)))
         self.assertFalse(os.path.exists(self.path("PWNED")))
 
     def test_trace_is_switched(self):
@@ -1837,7 +1856,7 @@ class TestTerminal(Case):
         for event in ({"type": "turn"}, {"type": "delta", "kind": "reasoning", "text": "hm"}, {"type": "delta", "kind": "text", "text": "**He"},
                       {"type": "delta", "kind": "text", "text": "y** \x1b]0;x"}, {"type": "stop", "reason": "done", "text": "**Hey**"}):
             screen.handle(event)
-        self.assertEqual("\x1b[2mhm\x1b[0m\nAgent: \x1b[1mHey\x1b[0m \\x1b]0;x\n", self.out.getvalue())
+        self.assertEqual("\x1b[2mhm\x1b[0m\nAgent: \x1b[1mHe\x1b[0m\x1b[1my\x1b[0m \\x1b]0;x\n", self.out.getvalue())
 
     def test_a_spinner_turns_only_on_a_terminal_and_is_taken_away(self):
         screen = self.screen(True, streams=True)
@@ -1913,6 +1932,8 @@ class TestTerminal(Case):
         events = [json.loads(line) for line in done.stdout.splitlines()]
         self.assertEqual(["turn", "call", "result", "stop"], [e["type"] for e in events if e["type"] not in ("usage", "delta")])
         self.assertEqual(("done", "(empty folder)"), (events[-1]["reason"], events[-1]["text"]))
+        failed = self.run_in("--json", "x")
+        self.assertEqual((1, "error"), (failed.returncode, json.loads(failed.stdout.splitlines()[-1])["type"]))
 
     def test_exit_codes_tell_how_it_went(self):
         server = self.server(refuses(400, {"error": {"message": "bad sk-key-12345 thing"}}))
@@ -1933,6 +1954,9 @@ class TestTerminal(Case):
         self.assertNotIn("sk-key-12345", done.stdout + done.stderr + json.dumps([r["body"] for r in server.requests]))
         self.assertEqual("Bearer sk-key-12345", server.requests[0]["headers"]["Authorization"])
         self.assertIn(paicli.MASK, done.stderr)
+        server.script[:] = [says("x")]
+        self.run_in("see @.env", "")
+        self.assertNotIn("sk-key-12345", json.dumps(server.requests[-1]["body"]))
 
     def test_any_locale_and_a_closed_pipe_are_survived(self):
         done = self.run_in("--demo", "你好 caf\u00e9", LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
@@ -2003,7 +2027,7 @@ class TestTerminal(Case):
         person.type("go\r")
         person.see("y/N")
         person.type("\x03")
-        person.see("(?s)stopped by you.*You: ")
+        person.see("(?s)stopped: by you.*You: ")
         person.type("exit\r")
         self.assertEqual(0, person.code())
 
