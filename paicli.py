@@ -2572,7 +2572,7 @@ def _same(arguments):
 # =============================================================================
 # What a person types with a slash: each is one small function, (app, arguments) -> text to show.
 #
-#     "/level 2" --> the table --> level(app, "2") --> "Level 2: ..."
+#     "/level 2" --> the table --> choose_level(app, "2") --> "Level 2: ..."
 #
 # The table is the help, the completion and the dispatch in one.  A command prints nothing and asks
 # nothing; it changes the app's parts, or tells of them.  Each also runs alone: paicli.py /tools.

@@ -19,6 +19,7 @@ import ast
 import base64
 import contextlib
 import email.utils
+import functools
 import http.server
 import importlib
 import io
@@ -99,6 +100,7 @@ def used(nodes):
             if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
 
 
+@functools.lru_cache(None)
 def book():
     """-> (source, tree, sections)"""
     source = PATH.read_text(encoding="utf-8")
@@ -145,8 +147,7 @@ def copy_of(one, blanked=lambda name: False):
     text = [line for line in lines[one.first - 1:one.last] if line is not None]
     above = set().union(*(s.names for s in sections if s.number < one.number), {"__version__"})
     need = ", ".join(sorted(above & used(one.nodes)))
-    imports = [ast.get_source_segment(source, n) for n in tree.body
-               if isinstance(n, (ast.Import, ast.ImportFrom))]
+    imports = [source.split("\n")[n.lineno - 1] for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
     if need:
         imports += textwrap.wrap(f"from paicli import ({need})", 98, subsequent_indent=" " * 20)
     title = f'"""Exercise {one.number}, {one.title}.  Edit only this file; then: make check SECTION={one.slug}"""'
