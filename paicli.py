@@ -1733,7 +1733,9 @@ def tools_from_json(path: str, run_argv: Callable[[list, Cancel], str], http: Ht
     """
     try:
         entries = json.loads(read_text(path))
-        entries = entries["tools"] if isinstance(entries, dict) else entries
+        entries = entries.get("tools") if isinstance(entries, dict) else entries
+        if not isinstance(entries, list):
+            raise ValueError("it should be a list: [{\"name\": ...}, ...]")
         return [_tool_from_entry(e, run_argv, http, level_at_least) for e in entries]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, ToolError) as e:
         raise ConfigError(f"{path} was not loaded: {e}") from None
@@ -2479,6 +2481,7 @@ class Agent:
                 self._end("error", "(Turn stopped by an internal error)")
 
     def _loop(self, cancel):
+        """Rounds, until there is an answer or a limit; returns what _end returns."""
         for _ in range(self.max_rounds):
             cancel.check()
             reply = self.query(cancel)
@@ -2535,7 +2538,10 @@ class Agent:
         return is_stuck
 
     def _end(self, reason, text, message=None):
-        """Store the last word, so that the next turn follows an answer; tell why it is over."""
+        """Store the last word, so that the next turn follows an answer; tell why it is over.
+
+        `reason`: done, empty, rounds, tokens, time, stagnation, cancelled or error.  Returns text.
+        """
         self.memory.add(message or {"role": "assistant", "content": text})
         self.stop_reason = reason
         self.on_event({"type": "stop", "reason": reason, "text": text})
@@ -2543,6 +2549,7 @@ class Agent:
 
     @contextlib.contextmanager
     def _time_limit(self, cancel):
+        """Set cancel after turn_timeout_s, if there is a limit and the turn still runs."""
         over = threading.Event()
         if self.turn_timeout_s:
             Job("time limit", self._end_late, over, cancel)
@@ -2921,7 +2928,8 @@ class Screen:
         arguments = ", ".join(f"{k}={v}" for k, v in event["arguments"].items())
         lines = [line for line in event["text"].split("\n") if line.strip()] or [""]
         outcome = lines[1] if lines[0].endswith(":") and lines[1:] else lines[0]
-        mark = "✅" if event["ok"] else "❌"
+        has_failed = not event["ok"] or re.match(r"Command finished \(exit code: [^0]", outcome)
+        mark = "❌" if has_failed else "✅"
         asked = f"🔧 {one_line(event['tool'], 64)}({one_line(arguments)})"
         head = fit(asked, max(20, self.columns() // 2))
         line = f"{head} {mark} {event['seconds']:.1f} s  {one_line(outcome)}"
@@ -3051,6 +3059,7 @@ def ask(question: str, cancel: Cancel) -> str | None:
     sys.stderr.flush()
     while not _is_readable(sys.stdin, 0.1):
         if cancel.is_set():
+            sys.stderr.write("\n")
             return None
     return sys.stdin.readline()
 
@@ -3079,8 +3088,7 @@ class Approver:
             answer = self._ask(f"❓ {tool.name} (level {tool.level}, {LEVELS[tool.level]}){why}\n"
                                f"    {text}\nRun it? [y/N] ", cancel)
         if answer is None:
-            return Decision("deny", "there is no terminal to ask on; the person can start paicli "
-                                    f"with --level {tool.level}")
+            return Decision("deny", f"no terminal to ask on; --level {tool.level} allows it")
         if answer.strip().lower() in ("y", "yes"):
             return Decision("allow")
         return Decision("deny", "the person said no")
@@ -3224,7 +3232,7 @@ def complain(app: App, text: str) -> None:
 
 def repl(app: App, screen: Screen) -> int:
     """Read, do, repeat, until the person leaves; return the exit code."""
-    print(BANNER + TIPS + "\n" + choose_model(app, "").split("\n")[0])
+    print(BANNER + TIPS + "\n" + choose_model(app, "").partition(" Another")[0])
     for notice in filter(None, app.notices):
         complain(app, notice)
     prompt = Prompt(os.path.join(app.config.home, "history"), commands(), app.config.cwd)

@@ -968,6 +968,12 @@ class TestModel(Case):
         self.assertTrue(wait_for(lambda: getattr(self, "deltas", [])))
         cancel.set()
         self.assertRaises(paicli.Cancelled, job.wait, timeout_s=5)
+        self.assertEqual([("text", "Hel")], self.deltas)        # nothing of asking again
+        cancel = paicli.Cancel()                 # also while the server has not even begun to answer
+        job = paicli.Job("ask", lambda: self.ask(lambda handler: handler.fake.release.wait(10), cancel=cancel))
+        self.assertTrue(wait_for(lambda: self.asked.requests))
+        cancel.set()
+        self.assertIsInstance(job.error(timeout_s=5), paicli.Cancelled)
 
     def test_trace_shows_request_and_reply(self):
         seen = []
@@ -1245,6 +1251,7 @@ class TestTools(Case):
                              ({"request": {"url": "http://x"}}, "either"), ({"request": {}}, "missing: .*url"), ({"command": [1]}, "command"),
                              ({"description": None}, "description"), ({"parameters": {"properties": 5}}, "properties"), ({"name": None}, "name")):
             self.raises(paicli.ConfigError, r"tools.json was not loaded: .*" + said, self.from_json, {**good, **change})
+        self.raises(paicli.ConfigError, "a list", paicli.tools_from_json, self.write("t.json", '{"name": 1}'), None, None)
         self.raises(paicli.ConfigError, "line 1", paicli.tools_from_json, self.write("t.json", "[{,"), None, None)
         self.raises(paicli.ConfigError, "recursion|depth", paicli.tools_from_json, self.write("t.json", "[" * 200000), None, None)
 
@@ -1613,6 +1620,10 @@ class TestAgent(Case):
             self.assertEqual(("stagnation", 6), (agent.stop_reason, len(self.model.sent)))
             self.assertIn("Do something else", "".join(m["content"] for m in self.memory.messages()))
 
+    def test_each_turn_counts_its_own_repetitions(self):
+        agent = self.agent(*([reply_of(call("echo"))] * 4 + [paicli.Reply("one")] + [reply_of(call("echo"))] * 4 + [paicli.Reply("two")]))
+        self.assertEqual(["one", "two"], [self.after(agent), self.after(agent)])
+
     def test_calls_whose_results_change_go_on(self):
         n = iter(range(100))
         replies = [reply_of(call("poll"))] * 12 + [paicli.Reply("finished")]
@@ -1840,6 +1851,8 @@ class TestTerminal(Case):
                        "text": "\nError: no\nmore", "seconds": 1.25})
         self.assertRegex(self.err.getvalue(), r"^🔧 read_file\(path=\\x1b\[2Ja+… ❌ 1\.2 s  Error: no\n$")
         self.assertLessEqual(sum(w for _, w in paicli.clusters(self.err.getvalue().strip())), 80)
+        screen.handle({"type": "result", "tool": "x\x1b]0;y\x07", "arguments": {}, "ok": True, "text": "Command finished (exit code: 1)\nz", "seconds": 0})
+        self.assertIn("x\\x1b]0;y\\x07() ❌ 0.0 s  Command finished", self.err.getvalue())
         screen.handle({"type": "unheard of"})
 
     def test_the_answer_goes_out_once_and_the_rest_elsewhere(self):
@@ -1893,7 +1906,7 @@ class TestTerminal(Case):
             approver = paicli.Approver(1, lambda question, cancel: asked.append(question) or answer)
             decision = approver.decide(tool, {"command": "echo \x1b[2K\nrm -rf ~"}, "to clean", paicli.Cancel())
             self.assertEqual(kind, decision.kind)
-        self.assertIn("--level 3", decision.reason)
+        self.assertIn("--level 3 allows it", decision.reason)
         self.assertRegex(asked[0], r"execute_command .level 3, execute. because: to clean\n    command: echo \\x1b\[2K\n    rm -rf ~\n")
         self.assertEqual("allow", paicli.Approver(3, None).decide(tool, {}, "", paicli.Cancel()).kind)
 
@@ -2103,10 +2116,18 @@ def check(slug):
     one = section(slug)
     if not os.path.exists(f"exercise_{one.slug}.py"):
         sys.exit(f"there is no exercise_{one.slug}.py; write it with: python test_paicli.py blank {one.slug}")
-    os.environ["PAICLI"] = f"exercise_{one.slug}"         # for the programs that tests start
-    swap_in(os.environ["PAICLI"])
-    run = unittest.TextTestRunner(failfast=True, verbosity=2).run
-    sys.exit(not all(run(suite(classes)).wasSuccessful() for classes in ([globals()[one.test_class]], lessons())))
+    name = os.environ["PAICLI"] = f"exercise_{one.slug}"  # the programs that tests start see it, too
+    swap_in(name)
+    missing = [n.name for n in one.nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))
+               and getattr(vars(paicli)[n.name], "__module__", name) != name]
+    if missing:
+        sys.exit(f"{name}.py no longer defines {', '.join(missing)}: paicli's own would be tested in their place")
+    for title, classes in (("its own tests, up to the first failure", [globals()[one.test_class]]),
+                           ("all tests, with it swapped in", lessons())):
+        print(f"== {name}.py: {title}", file=sys.stderr)
+        if not unittest.TextTestRunner(failfast=True, verbosity=2).run(suite(classes)).wasSuccessful():
+            sys.exit(1)
+    print(f"== {name}.py is right", file=sys.stderr)
 
 
 def prove(*slugs):
@@ -2155,7 +2176,9 @@ def prove(*slugs):
 def show_map():
     """Print the sections with their line numbers and sizes."""
     for one in book()[2]:
-        print(f"{one.first + 1:5}  {one.number:2}. {one.title:16} {one.last - one.first + 1:4} lines")
+        stars = globals()[one.test_class].__doc__.split(".")[1].split()[0]
+        print(f"{one.first + 1:5}  {one.number:2}. {one.title:16} {one.last - one.first + 1:4} lines   "
+              f"exercise {one.slug}: {stars.lower()} of three stars")
 
 
 # The least a turn can cost: the same requests with nothing around them.
@@ -2237,6 +2260,11 @@ def run(*args):
 
 if __name__ == "__main__":
     sys.modules["test_paicli"] = sys.modules["__main__"]
-    command = {"blank": blank, "check": check, "prove": prove, "map": show_map,
-               "bench": bench, "run": run}.get("".join(sys.argv[1:2]))
-    command(*sys.argv[2:]) if command else unittest.main()
+    commands = {"blank": blank, "check": check, "prove": prove, "map": show_map, "bench": bench, "run": run}
+    name, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
+    if name in commands and (arguments or name not in ("blank", "check")):
+        commands[name](*arguments)
+    elif not name or name.startswith(("-", "Test")):
+        unittest.main()
+    else:
+        sys.exit(__doc__)
