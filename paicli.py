@@ -303,10 +303,12 @@ def atomic_write(path: str, data: bytes, mode: int | None = None) -> None:
 
 def read_text(path: str) -> str:
     """Return a UTF-8 file's text, "" if there is none.  A BOM is dropped, bad bytes replaced."""
+    if not os.path.isfile(path):         # a folder may be named .env, and a pipe would hang
+        return ""
     try:
         with open(path, "rb") as f:
             return f.read().decode("utf-8-sig", "replace")
-    except OSError:                      # none, a folder, not ours to read
+    except OSError:                      # not ours to read
         return ""
 
 
@@ -606,9 +608,13 @@ class Http:
         proxy = self.proxies.get(parts.scheme) or self.proxies.get("all")
         if not proxy or is_loopback(host) or self._needs_no_proxy(host, parts.port):
             return Route(parts, None)
-        proxy = urllib.parse.urlsplit(proxy if "://" in proxy else "http://" + proxy)
-        if proxy.scheme != "http" or not proxy.hostname:
-            raise ConfigError(f"only http:// proxies are supported, not {proxy.scheme}://")
+        try:
+            proxy = urllib.parse.urlsplit(proxy if "://" in proxy else "http://" + proxy)
+            is_good = proxy.scheme == "http" and proxy.hostname and proxy.port != 0
+        except ValueError:
+            is_good = False
+        if not is_good:
+            raise ConfigError(f"the {parts.scheme}_proxy variable should be http://HOST:PORT")
         return Route(parts, proxy)
 
     def _needs_no_proxy(self, host, port):
@@ -1036,7 +1042,7 @@ def parse_arguments(text: str) -> dict:
             break
     if not isinstance(value, dict):
         raise ToolError(f"the arguments should be a JSON object, not {type(value).__name__}")
-    return value
+    return json.loads(clean(json.dumps(value, ensure_ascii=False)))
 
 
 # ---- what comes in
@@ -1177,7 +1183,8 @@ _ADVICE = {
     "402": "the account has no credit left",
 }
 _OVERFLOW = re.compile(r"context.{0,20}(length|window|size)|prompt.{0,20}(too long|exceeds)"
-                       r"|too many (input )?tokens|maximum context|token limit|input length", re.I)
+                       r"|too many (input )?tokens|maximum (context|number of tokens)"
+                       r"|range of input|input tokens exceed", re.I)
 
 
 def model_error(status: int, error, provider: Provider, retry_after_s: float | None = None
@@ -1191,10 +1198,12 @@ def model_error(status: int, error, provider: Provider, retry_after_s: float | N
     error = error.get("error", error) if isinstance(error, dict) else error
     if not isinstance(error, dict):
         error = {"message": str(error)}
-    message = redact(str(error.get("message") or error), filter(None, [provider.api_key]))
+    message = error.get("message") or error.get("detail") or error.get("msg") or error
+    message = redact(str(message), filter(None, [provider.api_key]))
     code, message = str(error.get("code") or ""), one_line(message, 500)
     status = status if status >= 400 else int(code) if re.fullmatch(r"[45]\d\d", code) else status
-    if code == "1261" or (status in (0, 200, 400, 413, 422) and _OVERFLOW.search(message)):
+    if code in ("1261", "context_length_exceeded") or (
+            status in (0, 200, 400, 413, 422) and _OVERFLOW.search(message)):
         return ModelError("the conversation is longer than the model can read; /clear starts a new "
                           f"one ({message})", "overflow")
     is_glm_code = re.fullmatch(r"1\d\d\d", code) is not None
@@ -1202,7 +1211,7 @@ def model_error(status: int, error, provider: Provider, retry_after_s: float | N
         status in (0, 200, 408, 409, 425, 429) or status >= 500) and code not in _FINAL_CODES
     key_codes = ("1000", "1001", "1002", "1003", "1004")
     advice = _ADVICE.get("401" if code in key_codes else code) or _ADVICE.get(str(status), "")
-    advice = advice.format(prefix=provider.prefix)
+    advice = advice.format(prefix=provider.prefix) if provider.needs_key else ""
     said = f"{provider.name}: {message}" + (f" [{code or status}]" if code or status else "")
     return ModelError(f"{said}\n  {advice}" if advice else said, code or str(status), is_temporary,
                       retry_after_s)
@@ -1233,8 +1242,9 @@ class ChatModel:
             # All of the output went into thinking: once more without it, where that can be said.
             if self.provider.wants_reasoning:
                 on_delta("retry", "the model used all its output for thinking; asking without")
-                reply = self._with_retries({**body, "thinking": {"type": "disabled"}},
+                again = self._with_retries({**body, "thinking": {"type": "disabled"}},
                                            on_delta, cancel)
+                reply = again._replace(usage=reply.usage.plus(again.usage))
             if not reply.text and not reply.tool_calls:
                 raise ModelError("the model used all its output for thinking and gave no answer; "
                                  "ask for less at once", "length")
@@ -1258,13 +1268,15 @@ class ChatModel:
             with self.http.open("POST", url, prompt, headers, cancel) as answer:
                 self._read(answer, builder)
         except HttpError as e:
-            raise self._translated(e) from None
+            if e.status or not builder.finish:            # after a finish reason it is complete
+                raise self._translated(e) from None
         if builder.finish in ("error", "network_error"):
             raise ModelError(f"{self.provider.name}: the model broke off", builder.finish, True)
         reply = builder.reply(prompt.decode("utf-8"))
         is_silent = self.window and not reply.usage.is_estimate and reply.usage.input > self.window
         if builder.finish == "model_context_window_exceeded" or is_silent:
-            raise model_error(400, {"code": "1261", "message": builder.finish}, self.provider)
+            why = f"{reply.usage.input} tokens were sent" if is_silent else builder.finish
+            raise model_error(400, {"code": "1261", "message": why}, self.provider)
         if self.on_trace:
             self.on_trace("reply", {**assistant_message(reply), "finish_reason": reply.finish,
                                     "usage": reply.usage._asdict()})
@@ -1272,27 +1284,37 @@ class ChatModel:
 
     def _read(self, answer, builder):
         """Feed the builder.  Complete means: a finish reason, or [DONE], or one JSON body."""
-        kind = answer.headers.get("Content-Type", "")
-        if "json" in kind:
-            self._add(answer.json(), builder)
-            return
-        if "html" in kind:
-            text = one_line(answer.read(65536).decode("utf-8", "replace"))
-            raise ModelError(f"{answer.host} answered with {text}; is the base URL right?", "html")
-        for _, data in answer.events():
+        kind = answer.headers.get("Content-Type") or "text/event-stream"
+        if "event-stream" in kind:
+            events = answer.events()
+        else:
+            body = answer.read()
+            with contextlib.suppress(ValueError, RecursionError):
+                return self._add(json.loads(body.decode("utf-8-sig")), builder)
+            if not re.match(rb"\s*(data|event|id|:)", body):
+                said = one_line(body.decode("utf-8", "replace")) or "nothing"
+                raise ModelError(f"{answer.host} answered with {said}; is the base URL right?",
+                                 "no-json")
+            events = sse_events(body.splitlines(keepends=True))
+        for _, data in events:
             if data == "[DONE]":
-                return
+                return None
             try:
                 event = json.loads(data)
             except (ValueError, RecursionError):
-                break                                     # half a line: the stream was cut here
+                if data.lstrip().startswith("{"):
+                    break                                 # half a line: the stream was cut here
+                continue                                  # "ping", to keep the connection alive
             self._add(event, builder)
         if not builder.finish:
             raise ModelError(f"{self.provider.name}: the stream broke off before its end",
                              "incomplete", True)
+        return None
 
     def _add(self, event, builder):
-        if not isinstance(event, dict) or event.get("error"):
+        is_error = not isinstance(event, dict) or event.get("error") or (
+            "choices" not in event and {"detail", "message", "msg"} & set(event))
+        if is_error:
             raise model_error(200, event, self.provider)
         builder.add(event)
 
@@ -1304,7 +1326,8 @@ class ChatModel:
         if error.status == 200:                           # JSON was promised and did not come
             return ModelError(str(error), "no-json")
         if not error.status:
-            return ModelError(str(error), "network", "CERTIFICATE_VERIFY" not in error.body)
+            is_final = re.search("CERTIFICATE_VERIFY|Tunnel connection failed: 4", error.body)
+            return ModelError(str(error), "network", not is_final)
         return model_error(error.status, body, self.provider, error.retry_after_s)
 
     def _how_to_start(self):
@@ -2463,10 +2486,10 @@ class Agent:
         Raises ModelError or ConfigError when the model can't be asked, Cancelled when stopped.
         """
         cancel, self.usage, self.stop_reason = cancel or Cancel(), Usage(), ""
-        self._is_late = False
+        self._is_late, text = False, clean(text)
         self._recent.clear()
         self.on_event({"type": "turn", "text": text})
-        self.memory.add({"role": "user", "content": clean(text)})
+        self.memory.add({"role": "user", "content": text})
         try:
             with self._time_limit(cancel):
                 return self._loop(cancel)
@@ -3215,7 +3238,7 @@ def run_line(app: App, screen, line: str, is_command: bool) -> int:
     """Run a command or a turn; return the exit code.  An error is a sentence."""
     try:
         if is_command:
-            screen.answer(run_command(app, line))
+            screen.answer(app.mask(run_command(app, line)))
             return 0
         return run_turn(app, screen, line)
     except Cancelled:                                     # the stop event has told of it
@@ -3280,7 +3303,10 @@ def piped_text(wait_s: float | None) -> str:
         return ""
     if wait_s is not None and not _is_readable(sys.stdin, wait_s):
         return ""
-    return sys.stdin.buffer.read().decode("utf-8", "replace").strip()
+    try:
+        return sys.stdin.buffer.read().decode("utf-8", "replace").strip()
+    except OSError:                                       # open for writing only, say
+        return ""
 
 
 def dispatch(config: Config) -> int:
@@ -3317,8 +3343,10 @@ def dispatch(config: Config) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run PaiCLI with these arguments; return the exit code."""
+    for name in ("stdout", "stderr"):                     # None where they were closed: >&-
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w", encoding="utf-8"))
     for stream in (sys.stdout, sys.stderr):
-        if stream and hasattr(stream, "reconfigure"):     # an emoji must never be a traceback
+        if hasattr(stream, "reconfigure"):     # an emoji must never be a traceback
             is_ascii = (stream.encoding or "").lower() in ("ascii", "us-ascii", "ansi_x3.4-1968")
             stream.reconfigure(encoding="utf-8" if is_ascii else None, errors="replace")
     for name in ("SIGTERM", "SIGHUP"):                    # the same way out, which kills children
@@ -3327,6 +3355,8 @@ def main(argv: list[str] | None = None) -> int:
             signal.signal(number, lambda signum, frame: sys.exit(128 + signum))
     try:
         argv = sys.argv[1:] if argv is None else argv
+        if not WINDOWS:                                   # undo what the locale made of the bytes
+            argv = [a.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for a in argv]
         config = load_config(argv, dict(os.environ), os.getcwd(), os.path.expanduser("~"))
         if config.show:
             print(f"paicli {__version__}" if config.show == "version"

@@ -745,7 +745,10 @@ class TestHttp(Case):
             self.assertIsNone(self.client.route(url).proxy, url)
         self.assertEqual("up", self.client.route("https://outside.example/").proxy.hostname)
         self.assertNotEqual(self.client.route("http://a.example/").key, self.client.route("http://b.example/").key)
-        self.client.proxies = {"http": f"http://user:secret@127.0.0.1:1"}
+        for bad in ("http://127.0.0.1:notaport", "http://[::1", "socks5://127.0.0.1:1080"):
+            self.client.proxies = {"http": bad}
+            self.raises(paicli.ConfigError, "http_proxy variable", self.get, "http://outside.example/")
+        self.client.proxies = {"http": "http://user:secret@127.0.0.1:1"}
         error = self.raises(paicli.HttpError, "through the proxy 127.0.0.1:1", self.get, "http://outside.example/")
         self.assertNotIn("secret", str(error))
 
@@ -900,6 +903,7 @@ class TestModel(Case):
             self.assertEqual({"path": "a"}, paicli.parse_arguments(text))
         self.assertEqual([{}, {"t": "a\nb"}, {"p": "C:\\Users\\unicorn\\new"}], [paicli.parse_arguments(t) for t in (
             " ", '{"t": "a\nb"}', '{"p": "C:\\\\Users\\\\unicorn\\\\new"}')])
+        self.assertEqual({"t": "x\ufffd"}, paicli.parse_arguments('{"t": "x\\ud83d"}'))
         for text, why in (('{"path": "a', "cut off"), ('{"a": 1}{"b": 2}', "not valid"), ("[1]", "should be a JSON object"),
                           ('{"p": "C:\\Users\\unicorn"}', "not valid"), ("[" * 100000, "not valid"), ('"x"', "not valid")):
             self.raises(paicli.ToolError, why, paicli.parse_arguments, text)
@@ -921,14 +925,22 @@ class TestModel(Case):
                        sse(chunk("x"), done=False, cut=b'data: {"choi'), (200, {}, b"")):
             self.assertEqual("whole", self.ask(broken, says("whole")).text)
             self.assertIn("retry", [kind for kind, _ in self.deltas])
-        for complete in (sse(chunk("x", finish="stop"), done=False), sse(chunk("x"))):
-            self.assertEqual("x", self.ask(complete).text)
+        def resets(handler):                     # a finish reason, then an abrupt end
+            handler.answer(200, {"Content-Type": "text/event-stream", "Content-Length": "9999"}, complete[2])
+            handler.close_connection = True
+        complete = sse(chunk("x", finish="stop"), done=False)
+        for entry in (complete, sse(chunk("x")), resets, (200, {"Content-Type": "text/plain"}, complete[2]),
+                      sse("", "ping", chunk("x"))):
+            self.assertEqual("x", self.ask(entry).text)
 
     def test_an_error_inside_a_stream_is_an_error(self):
         for entry in (sse(chunk("Par"), '{"choices": [], "error": {"code": 502, "message": "limit reached"}}'),
                       sse('{"error": {"code": "1302", "message": "limit reached"}}'),
                       refuses(200, {"error": {"code": 500, "message": "limit reached"}}), sse(chunk("x", finish="error"))):
             self.assertEqual("then", self.ask(entry, says("then")).text)
+        for body in ({"detail": "Not Found"}, {"code": 500, "msg": "Not Found"}, {"object": "error", "message": "Not Found"}):
+            self.raises(paicli.ModelError, "Not Found", self.ask, *[refuses(200, body)] * 5)
+        self.raises(paicli.ModelError, "answered with not a stream", self.ask, (200, {"Content-Type": "text/plain"}, b"not a stream"))
         self.raises(paicli.ModelError, "bad parameter", self.ask, sse('{"error": {"code": "1210", "message": "bad parameter"}}'))
 
     def test_what_will_not_change_is_not_asked_again(self):
@@ -950,6 +962,8 @@ class TestModel(Case):
     def test_a_conversation_too_long_has_one_code_in_all_its_forms(self):
         usage = {"prompt_tokens": 230000, "completion_tokens": 1}
         for entry in (sse(chunk("", finish="model_context_window_exceeded")), refuses(400, {"error": {"code": "1261", "message": "x"}}),
+                      refuses(400, {"error": {"code": "context_length_exceeded", "message": "x"}}),
+                      refuses(400, {"error": {"message": "The input token count (12) exceeds the maximum number of tokens allowed"}}),
                       refuses(400, {"error": {"message": "This model's maximum context length is 8192 tokens"}}),
                       sse(chunk("x", finish="stop", usage=usage))):
             self.assertEqual("overflow", self.raises(paicli.ModelError, "longer than", self.ask, entry, says("no")).code)
@@ -958,7 +972,9 @@ class TestModel(Case):
 
     def test_output_used_up_by_thinking_is_asked_for_once_without(self):
         thought = sse(chunk(reasoning_content="...", finish="length"))
-        self.assertEqual("short", self.ask(thought, says("short")).text)
+        thought = sse(chunk(reasoning_content="...", finish="length", usage={"prompt_tokens": 10, "completion_tokens": 80}))
+        reply = self.ask(thought, says("short"))
+        self.assertEqual(("short", paicli.Usage(15, 82)), (reply.text, reply.usage))
         self.assertEqual({"type": "disabled"}, self.asked.requests[1]["body"]["thinking"])
         self.raises(paicli.ModelError, "thinking", self.ask, thought, thought)
 
@@ -1975,8 +1991,13 @@ class TestTerminal(Case):
     def test_any_locale_and_a_closed_pipe_are_survived(self):
         done = self.run_in("--demo", "你好 caf\u00e9", LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
         self.assertEqual((0, True), (done.returncode, "demo model" in done.stdout), done.stderr)
-        self.write("work/bad", b"x")
+        self.assertIn("caf\u00e9", self.run_in("--demo", "--json", "caf\u00e9", LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0"
+                                         ).stdout.encode().decode("unicode_escape"))
         if POSIX:
+            command = f'"{sys.executable}" "{HERE / "test_paicli.py"}" run --demo hello >&-; echo $?'
+            done = subprocess.run(["sh", "-c", command], cwd=self.path("work"), stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+                                  encoding="utf-8", env={**os.environ, "PAICLI_HOME": self.home, "PYTHONPATH": os.getcwd()})
+            self.assertEqual(("0", False), (done.stdout.strip(), "Traceback" in done.stderr))
             command = f'"{sys.executable}" "{HERE / "test_paicli.py"}" run --demo hello | true'
             done = subprocess.run(["sh", "-c", command], cwd=self.path("work"), stderr=subprocess.PIPE, encoding="utf-8",
                                   env={**os.environ, "PAICLI_HOME": self.home, "PYTHONPATH": os.getcwd()})
