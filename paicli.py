@@ -3035,7 +3035,10 @@ class Prompt:
         if lines[0].lstrip().startswith('"""'):
             lines[0] = lines[0].lstrip()[3:]
             while not lines[-1].rstrip().endswith('"""'):
-                lines.append(input("... "))
+                try:
+                    lines.append(input("... "))
+                except EOFError:                          # Ctrl-D ends the block, not the program
+                    lines.append('"""')
             lines[-1] = lines[-1].rstrip()[:-3]
         else:
             # Terminals without bracketed paste send one line at a time.
@@ -3189,9 +3192,12 @@ def build(config: Config) -> App:
 
 @contextlib.contextmanager
 def interrupts_set(cancel: Cancel) -> Iterator[None]:
-    """Ctrl-C sets `cancel`; a second one raises KeyboardInterrupt."""
+    """Ctrl-C sets `cancel`; another one, when that did not help, raises KeyboardInterrupt."""
+    pressed = []
+
     def on_interrupt(signum, frame):
-        if cancel.is_set():
+        pressed.append(time.monotonic())
+        if pressed[-1] - pressed[0] > 3 * GRACE_S:        # a command has its time to tidy up
             raise KeyboardInterrupt
         cancel.set()
     before = signal.signal(signal.SIGINT, on_interrupt)
@@ -3266,6 +3272,7 @@ def repl(app: App, screen: Screen) -> int:
                 line = prompt.read()
             except KeyboardInterrupt:
                 if was_interrupted:
+                    print()
                     return 130
                 was_interrupted = True
                 print("\n(Ctrl-C again, or Ctrl-D, leaves)")
@@ -3328,6 +3335,9 @@ def dispatch(config: Config) -> int:
             return 2
         app = build(config)
         stack.callback(app.close)
+        if config.demo and not plays:
+            app.notices.append("Demo model: keyword rules, no intelligence. "
+                               f"Level 3: it runs commands in {config.cwd}")
         label = "🤖 Agent: "
         if not words and not plays:
             return repl(app, Screen(sys.stdout, sys.stdout, config, True, label))
@@ -3335,9 +3345,6 @@ def dispatch(config: Config) -> int:
             complain(app, notice)
         screen = JsonLines(sys.stdout) if config.json and not is_command else Screen(
             sys.stdout, sys.stderr, config, label=label if plays else "")
-        if config.demo and not plays:
-            complain(app, "Demo model: keyword rules, no intelligence. "
-                          f"Level 3: it runs commands in {config.cwd}")
         return play_demo(app, screen) if plays else run_line(app, screen, words, is_command)
 
 
