@@ -2278,6 +2278,8 @@ class Process:
     def kill(self) -> None:
         """End it and all of its group."""
         kill_tree(self._popen)
+        with contextlib.suppress(TimeoutError):           # gone is not yet known to be gone
+            self._waiter.wait(timeout_s=GRACE_S)
 
     def has_group(self) -> bool:
         """True while any process of the group lives."""
