@@ -26,6 +26,9 @@ The map.  A section uses only what stands above it, so read from the top:
     4. TOOLS           a function becomes a tool; checking and running calls
     5. BUILT-IN TOOLS  files inside a fence, shell commands, new projects
     6. AGENT           ask, act, observe, repeat: the loop and its limits
+  Trust and memory
+    7. APPROVAL        rules, levels, the question, what was decided, what is trusted
+    8. MEMORY          conversations in SQLite, compaction, facts, lessons, undo
   For people
    22. COMMANDS        /help and its friends, each a small function
    23. TERMINAL        drawing, typing, questions, build() and main()
@@ -301,6 +304,16 @@ def atomic_write(path: str, data: bytes, mode: int | None = None) -> None:
         raise
 
 
+def append_private(path: str, line: str) -> None:
+    """Add a line to a file only this person can read; several processes may do it at once."""
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    fd = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o600)
+    try:
+        os.write(fd, clean(line).encode("utf-8"))         # in one piece, so lines never mix
+    finally:
+        os.close(fd)
+
+
 def read_text(path: str) -> str:
     """Return a UTF-8 file's text, "" if there is none.  A BOM is dropped, bad bytes replaced."""
     if not os.path.isfile(path):         # a folder may be named .env, and a pipe would hang
@@ -376,6 +389,10 @@ class Config(NamedTuple):
     json: bool = False
     trace: bool = False
     show: str = ""                       # "help" or "version" was asked for
+    resume: str = ""                     # the number of a conversation to go on with, or "last"
+    clear: bool = False                  # delete this folder's conversations, and exit
+    add_dirs: tuple = ()                 # more folders for the file tools
+    sandbox: tuple = ()                  # argv in front of every command
     max_rounds: int = 50
     token_budget: int = 0                # tokens a turn may use; 0: no limit
     turn_timeout_s: float = 0            # 0: no limit
@@ -392,7 +409,8 @@ class Config(NamedTuple):
         return self.settings.get(name, Setting("", "")).value or default
 
 
-OPTIONS = ["demo", "model=", "level=", "yes", "json", "trace", "version", "help"]
+OPTIONS = ["demo", "model=", "level=", "yes", "json", "trace", "version", "help", "continue",
+           "resume=", "clear", "add-dir="]
 # A folder's .env comes with the folder; these would let it run programs or approve itself.
 NOT_FROM_A_PROJECT = ("PAICLI_HOME", "PAICLI_LEVEL", "PAICLI_SANDBOX", "PAICLI_RAG_DIR")
 
@@ -1450,6 +1468,7 @@ class Decision(NamedTuple):
     kind: str                            # allow, deny, or edit: run with `arguments` instead
     reason: str = ""                     # for the model, when denied
     arguments: dict | None = None
+    by: str = ""                         # who decided: level, always, rule, person, no terminal
 
 
 class Tool(NamedTuple):
@@ -1688,6 +1707,10 @@ class Toolbox:
             self._on_event({"type": "call", "id": call.id, "tool": t.name, "reason": reason,
                             "arguments": self._masked(arguments)})
             decision = self._decide(t, arguments, reason, cancel)
+            self._on_event({"type": "decision", "id": call.id, "tool": t.name, "level": t.level,
+                            "arguments": self._masked(decision.arguments or arguments),
+                            "decision": decision.kind, "by": decision.by,
+                            "reason": self._mask(decision.reason)})
             if decision.kind == "deny":
                 raise ToolError(f"not allowed: {decision.reason}")
             if decision.kind == "edit":
@@ -1945,11 +1968,18 @@ def decode_file(data: bytes) -> FileText:
     return FileText(data.decode("latin-1"), "latin-1")
 
 
+def save_file(path: str, data: bytes) -> None:
+    """Write a file, making the folders it needs.  Raises OSError."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    atomic_write(path, data)
+
+
 class FileTools:
     """The tools for files and folders."""
 
-    def __init__(self, workspace: Workspace):
+    def __init__(self, workspace: Workspace, save: Callable[[str, bytes], None] = save_file):
         self.workspace = workspace
+        self._save_bytes = save          # (real path, bytes): the one way these tools write
 
     def load(self, path: str) -> tuple[str, FileText]:
         """Return (real path, its text).  Raises ToolError for what is no regular text file."""
@@ -1985,8 +2015,7 @@ class FileTools:
         if os.path.lexists(real) and not os.access(real, os.W_OK):
             raise ToolError(f"Writing failed: {path} is read-only; nothing was changed")
         try:
-            os.makedirs(os.path.dirname(real), exist_ok=True)
-            atomic_write(real, data)
+            self._save_bytes(real, data)
         except OSError as e:
             raise ToolError(f"Writing failed: {path}: {e.strerror}; nothing was changed") from None
 
@@ -2311,8 +2340,10 @@ def shell_argv(command: str) -> list[str] | str:
 class ShellTools:
     """The tools that run commands, at once or in the background."""
 
-    def __init__(self, workspace: Workspace, spool_dir: str, timeout_s: float = 120):
+    def __init__(self, workspace: Workspace, spool_dir: str, timeout_s: float = 120,
+                 sandbox: Iterable[str] = ()):
         self.workspace, self.timeout_s = workspace, timeout_s
+        self.sandbox = list(sandbox)     # PAICLI_SANDBOX: argv that runs what stands behind it
         self.spool_dir = os.path.realpath(spool_dir)      # long outputs, removed by close()
         self._tasks = {}                 # id -> [Process, bytes seen]
         self._running = []               # every Process that may still live
@@ -2326,6 +2357,8 @@ class ShellTools:
             raise ToolError(f"not started: the folder {self.workspace.root} is gone"
                             if not self._is_closed else "not started: paicli is ending")
         try:
+            if self.sandbox:
+                argv = [a.replace("{cwd}", self.workspace.root) for a in self.sandbox] + argv
             process = Process(argv, self.workspace.root, Output(path))
             self._running = [p for p in self._running if p.has_group()] + [process]
             return process
@@ -2354,7 +2387,8 @@ class ShellTools:
         timeout_s: kill it after so many seconds; 0 means the default
         """
         outside_quotes = re.sub(r"'[^']*'|\"(\\.|[^\"\\])*\"", "", command)
-        argv = shell_argv(command)
+        # A sandbox has a shell of its own, perhaps another system's.
+        argv = ["sh", "-c", command] if self.sandbox else shell_argv(command)
         if isinstance(argv, list) and re.search(r">\s*nul(?![\w./-])", outside_quotes, re.I):
             raise ToolError("the shell is not cmd: write /dev/null instead of nul")
         if not background:
@@ -2424,6 +2458,7 @@ def builtin_tools(files: FileTools, shell: ShellTools) -> list[Tool]:
 # delta, call, result, usage, notice, stop.  The agent knows no screen.
 # Trap: everything is stored before it is used, and whatever ends a turn (an answer, a limit, an
 # error, Ctrl-C) leaves a history in which each call has its result and each question an answer.
+# How to extend: `notes` and `compact` are functions; section 8 has what PaiCLI hands in.
 # Simplified: one model, one history; products also watch what the model thinks about ending.
 # Tests: TestAgent (exercise, 2 of 3 stars).
 
@@ -2453,7 +2488,7 @@ class ListMemory:
     """The conversation, kept in a list.  Section 8 has one that survives the process."""
 
     def __init__(self):
-        self._messages = []
+        self.clear()
 
     def add(self, *messages: dict) -> None:
         """Append messages."""
@@ -2466,6 +2501,11 @@ class ListMemory:
     def clear(self) -> None:
         """Forget all of them."""
         self._messages = []
+        self.measured = None             # (tokens, number of messages) of the last reply
+
+    def background(self) -> str:
+        """Return what joins the system message; nothing, because nothing is left out here."""
+        return ""
 
 
 class Agent:
@@ -2473,10 +2513,14 @@ class Agent:
 
     def __init__(self, model, toolbox: Toolbox, memory, on_event: Callable[[dict], None],
                  system: str = "", max_rounds: int = 50, token_budget: int = 0,
-                 turn_timeout_s: float = 0):
+                 turn_timeout_s: float = 0, notes: Callable[[str], str] = lambda task: "",
+                 compact: Callable[..., bool] = lambda agent, cancel, must=False: False):
         self.model, self.toolbox, self.memory, self.on_event = model, toolbox, memory, on_event
         self.system, self.max_rounds = system, max_rounds
         self.token_budget, self.turn_timeout_s = token_budget, turn_timeout_s     # 0: no limit
+        self._notes = notes              # what is known for a task; joins its system message
+        self._compact = compact          # makes the history shorter; True if it could
+        self._known = ""                 # the notes of this turn
         self.usage = Usage()             # of this turn so far
         self.stop_reason = ""            # why the last turn ended; "done" is an answer
         self._is_late = False            # the time limit has stopped it
@@ -2491,6 +2535,7 @@ class Agent:
         self._is_late, text = False, clean(text)
         self._recent.clear()
         self.on_event({"type": "turn", "text": text})
+        self._known = self._notes(text)
         self.memory.add({"role": "user", "content": text})
         try:
             with self._time_limit(cancel):
@@ -2528,9 +2573,14 @@ class Agent:
         def on_delta(kind, text):
             self.on_event({"type": "notice", "retry": True, "text": text} if kind == "retry"
                           else {"type": "delta", "kind": kind, "text": text})
+        self._compact(self, cancel)
         for _ in range(2):
-            messages = [{"role": "system", "content": self.system}, *self.memory.messages()]
-            reply = self.model.reply(messages, self.toolbox.schemas(), on_delta, cancel)
+            try:
+                reply = self._ask(on_delta, cancel)
+            except ModelError as e:
+                if e.code != "overflow" or not self._compact(self, cancel, must=True):
+                    raise
+                reply = self._ask(on_delta, cancel)
             self.usage = self.usage.plus(reply.usage)
             self.on_event({"type": "usage", **self.usage._asdict()})
             if reply.text or reply.tool_calls:
@@ -2539,6 +2589,17 @@ class Agent:
             why = {"length": "the answer was cut off at the model's output limit",
                    "content_filter": "the provider's content filter stopped the answer"}
             self.on_event({"type": "notice", "text": why[reply.finish]})
+        return reply
+
+    def system_text(self) -> str:
+        """Return the system message: who and where, what is known for the task, what was before."""
+        return self.system + self._known + self.memory.background()
+
+    def _ask(self, on_delta, cancel):
+        history = self.memory.messages()
+        messages = [{"role": "system", "content": self.system_text()}, *history]
+        reply = self.model.reply(messages, self.toolbox.schemas(), on_delta, cancel)
+        self.memory.measured = reply.usage.input + reply.usage.output, len(history) + 1
         return reply
 
     def act(self, reply: Reply, cancel: Cancel) -> bool:
@@ -2597,6 +2658,921 @@ def _same(arguments):
         return arguments
     parsed.pop("reason", None)
     return json.dumps(parsed, sort_keys=True)
+
+
+# =============================================================================
+# 7. APPROVAL
+# =============================================================================
+# A model can ask for `rm -rf ~`.  Between "the model asked" and "we did it" stands a decision.
+#
+#     tool call --> rules --> level or always? --> person --> run
+#                     |                              |
+#                     +------------ deny ------------+--> a tool result that says why
+#
+# In: a tool and its arguments.  Out: Decision(allow | deny | edit, reason, arguments).  Every
+# decision above level 1, and how it ended, is a line of the audit.
+# Trap: the shell reads `r''m -rf "$HOME"/` as what it is; a rule that looks at the text does not.
+# So a command is first taken apart as a shell would, and each simple command in it is judged.
+# Simplified: rules are a speed bump in front of the question, not a sandbox: any interpreter can
+# hide anything from them.  PAICLI_SANDBOX puts a real one (bwrap, docker) around each command.
+# Tests: TestApproval (exercise, 2 of 3 stars).  Try: /policy, /audit, PAICLI_LEVEL.
+
+_SHELL = r"(?:ba|da|z|k|fi)?sh"
+_RUNS = rf"(?:{_SHELL}|python[\d.]*|perl|ruby|node|php)"
+_ALL = r"(?=.* (?:-\w*[rR]|--recursive))"
+_DISK = r"/dev/(?:[shv]d[a-z]|xvd|nvme|mmcblk|r?disk\d|mapper/)"
+# (what a simple command looks like, verdict, why).  It is matched from its start, with quotes and
+# variables resolved and the program's folder left out.  "/" stands for any path whose loss is a
+# catastrophe (the disk, a system folder, the home, the workspace, what they lie in), and a
+# command that reads a pipe begins with "| "; "text: " is followed by the whole text.
+RULES = (
+    (rf"rm{_ALL}.* /(?= |$)", "refuse", "deletes a whole disk, home or workspace"),
+    (r"find(?: /)+(?: -(?:x?dev|mount|depth|\w*depth \d+|type \w))* -(?:delete|exec rm)",
+     "refuse", "deletes a whole disk, home or workspace"),
+    (r"(?:mkfs|mke2fs|wipefs)\b|format [a-z]:", "refuse", "formats a disk"),
+    (rf".* (?:[a-z]+=|>+ ){_DISK}|(?:cp|mv|tee|shred)\b.* {_DISK}", "refuse", "overwrites a disk"),
+    (r"text: [\s\S]*?(:|\w{1,40})\s*\(\s*\)\s*\{\s*\1\s*\|\s*\1\s*&", "refuse", "is a fork bomb"),
+    (r"(?:shutdown|reboot|halt|poweroff)\b|init [06]\b|systemctl (?:poweroff|reboot|halt)",
+     "refuse", "turns this machine off"),
+    (rf"\| {_RUNS}(?: -(?![cem])\S*)*(?: -s .*)?$|(?:{_SHELL}|source|\.)(?: -\S+)* <$"
+     rf"|(?:{_SHELL}|eval) .*(?:\$\(|`) *(?:curl|wget)",
+     "ask", "runs what comes out of a pipe or a download"),
+    (r"(?:sudo|doas|su|pkexec|runas)(?: |$)", "ask", "asks for more rights"),
+    (r"git (?:-\S+ (?:[^-]\S* )?)*push .*(?:-\w*f\b|--(?:force|mirror|delete)| \+\S)", "ask",
+     "overwrites what others may have"),
+    (rf"(?:chmod|chown|chgrp){_ALL}.* /(?= |$)", "ask", "changes a whole disk, home or workspace"),
+    (r"mv (?:.* )?/ ", "ask", "moves a whole home or workspace"),
+    (r"\$", "ask", "has a program name that only the shell will know"),
+)
+# Commands that run another one: what follows them is judged too.
+_WRAPPERS = set("sudo doas command builtin exec env nohup nice ionice time timeout xargs watch setsid "
+                "stdbuf busybox pkexec ssh".split())
+_KEYWORDS = set("then do else elif if while until ! { time export local declare readonly".split())
+
+_SHELL_TOKEN = re.compile(r"""
+    (?P<blank> [ \t\r]+ | \\\r?\n | (?<![^\s;&|()]) \#[^\n]* )
+  | (?P<end> \n | ;;? | &&? (?!>) | \|[|&]? | [()`] )
+  | (?P<redirect> &?>[>&|]? | <<?<?&? )
+  | (?P<word> (?: \\. | '[^']*' | "(?:\\.|[^"\\])*" | \$'(?:\\.|[^'\\])*'
+                | [^\s;&|()`<>'"\\] )+ )""", re.X | re.S)
+_QUOTED = re.compile(r"""\\(.) | '([^']*)' | "((?:\\.|[^"\\])*)" | \$'((?:\\.|[^'\\])*)'""",
+                     re.X | re.S)
+
+
+def split_shell(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the simple commands of a shell text: (what stands before it, its words as written).
+
+    "cd x && ls 'a b' | wc" -> ("", ["cd", "x"]), ("&&", ["ls", "'a b'"]), ("|", ["wc"]).
+    A here-document is a word of its command.  Raises ValueError for a quote that does not end.
+    """
+    before, words, at, delimiters = "", [], 0, []
+    while at < len(text):
+        match = _SHELL_TOKEN.match(text, at)
+        if not match:
+            raise ValueError("a quote does not end")
+        token, at = match[0], match.end()
+        if match.lastgroup == "end":
+            for name in delimiters if token == "\n" else ():
+                body = re.compile(rf"(.*?)^\t*{re.escape(name)}$|.*\Z", re.S | re.M).match(text, at)
+                words.append("'" + (body[1] or body[0]).replace("'", "'\\''") + "'")
+                at = body.end()
+            delimiters = [] if token == "\n" else delimiters
+            yield before, words
+            before, words = token, []
+        elif match.lastgroup != "blank":
+            if words and re.fullmatch(r"<<-?", words[-1]):
+                delimiters.append(re.sub(r"['\"\\-]", "", token))
+            words.append(token)
+    yield before, words
+
+
+class ShellReader:
+    """Tells what a command would run, as far as its text says."""
+
+    def __init__(self, root: str, home: str, variables: dict):
+        self.root, self.home = root, home
+        self.variables = variables       # name -> value, None if only the shell will know
+
+    def commands(self, text: str) -> Iterator[str]:
+        """Yield each simple command as RULES want it.  Raises ValueError as split_shell does.
+
+        "cd ~ && r''m -rf *" -> "cd /", "rm -rf /"
+        """
+        yield "text: " + text
+        folder = self.root
+        for before, written in split_shell(text):
+            for word in written:
+                for double_quoted in re.findall(r"'[^']*'|\"((?:\\.|[^\"\\])*)\"", word):
+                    for inner in re.split(r"\$\(|`", double_quoted)[1:]:
+                        yield from self.commands(inner)
+            words = [w for part in written for w in self._resolved(part)]
+            while words and (words[0] in _KEYWORDS or self._assigns(words[0])):
+                words.pop(0)
+            if not words:
+                continue
+            if words[0] in ("for", "select", "read"):
+                self.variables.update((name, None) for name in words[1:])
+            yield from self._with_inner(words, folder, "| " if before.startswith("|") and
+                                        before != "||" else "")
+            if words[0] in ("cd", "pushd"):
+                folder = os.path.join(folder, self._path(words[-1]) if words[1:] else self.home)
+
+    def _with_inner(self, words, folder, prefix):
+        """The command itself, and whatever it is given to run: "sudo x", "bash -c 'x'"."""
+        is_wrapper = os.path.basename(words[0]) in _WRAPPERS
+        if is_wrapper and len(words) > 200:
+            raise ValueError("it is too long")
+        marked = ["/" if self._is_precious(w, folder) else w for w in words]
+        for i in range(len(words) if is_wrapper else 1):
+            name, rest = os.path.basename(words[i]), words[i + 1:]
+            yield prefix + " ".join([name, *marked[i + 1:]])
+            if re.fullmatch(_SHELL, name) or name in ("eval", "su", "ssh", "trap"):
+                for inner in {" ".join(rest) if name in ("eval", "ssh") else "", *rest}:
+                    if re.search(r"\s", inner):
+                        yield from self.commands(inner)
+
+    def _resolved(self, word):
+        """A word as written -> the words the shell makes of it."""
+        braces = re.fullmatch(r"([^{}'\"]*)\{([^{}'\"]*,[^{}'\"]*)\}([^{}'\"]*)", word)
+        if braces:
+            return [braces[1] + part + braces[3] for part in braces[2].split(",")]
+        out, at = [], 0
+        for m in _QUOTED.finditer(word):
+            out.append(self._expand(word[at:m.start()]))
+            single = m[2] if m[2] is not None else m[1]
+            out.append(single if single is not None else self._expand(re.sub(
+                r"\\([$`\"\\\n])", r"\1", m[3])) if m[3] is not None else
+                m[4].encode("latin-1", "replace").decode("unicode_escape", "replace"))
+            at = m.end()
+        text = "".join(out) + self._expand(word[at:])
+        return text.split() if word.startswith("$") or "${IFS}" in word else [text]
+
+    def _expand(self, text):
+        def value(match):
+            known = self.variables.get(match[1], match[2] or "")
+            return match[0] if known is None else known
+        return re.sub(r"\$\{?([A-Za-z_]\w*)(?::?[-=]([^}]*)\}|\}|)", value, text)
+
+    def _assigns(self, word):
+        match = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word, re.S)
+        if match:
+            self.variables[match[1]] = None if "$" in match[2] else match[2]
+        return match
+
+    def _path(self, word):
+        return re.sub(r"^~(?=/|$)", lambda m: self.home, word)
+
+    def _is_precious(self, word, folder):
+        """True for a path that holds the workspace, the home or a part of the system."""
+        if not re.match(r"[~/.*]|[A-Za-z]:", word):
+            return False
+        path = os.path.normpath(os.path.join(folder, self._path(word)))
+        folder, last = os.path.split(path)
+        path = folder if re.fullmatch(r"[.*?]*\*[.*?]*|\.\[!\.\]\*", last) else path
+        is_top = re.fullmatch(r"/+([^/]*)", path) and path != "/tmp" or re.fullmatch(r"~\w*", word)
+        return is_top or _is_in(self.root, path) or _is_in(self.home, path)
+
+
+def judge(command: str, root: str, home: str, variables: dict) -> tuple[str, str]:
+    """Return (verdict, why) of RULES on a shell text: "refuse", "ask" or "" (nothing special).
+
+    `root` is where it starts, `home` the person's folder, `variables` what the shell will know.
+    """
+    found = {}
+    try:
+        for line in ShellReader(root, home, {"IFS": " ", "HOME": home, "PWD": root, **variables}
+                                ).commands(command):
+            for pattern, verdict, why in RULES:
+                if re.match(rf"(?:\| )?(?:{pattern})", line):
+                    found.setdefault(verdict, f"{why} ({one_line(line, 60)})")
+    except (ValueError, RecursionError) as e:
+        found["ask"] = f"can't be read ({e})"
+    return next(((v, found[v]) for v in ("refuse", "ask") if v in found), ("", ""))
+
+
+# ---- the person decides
+
+ANSWERS = "[y]es, [n]o (and why), [a]lways, [e]dit, [d]etails? Enter means no: "
+MAX_SHOWN_LINES = 40                     # of a diff, until details are asked for
+
+
+def preview(files: FileTools, tool: Tool, arguments: dict) -> str:
+    """Return what a call would do: a unified diff for the file tools, else its arguments.
+
+    Raises ToolError if the call would fail anyway, so that nobody is asked about it.
+    """
+    if not isinstance(getattr(files, tool.name, None), Callable):
+        return "\n".join(v if k == "command" else f"{k}: " + (
+            v if isinstance(v, str) else json.dumps(v, ensure_ascii=False))
+            for k, v in arguments.items())
+    import difflib
+    planned, lines = [], []
+    getattr(FileTools(files.workspace, lambda *write: planned.append(write)), tool.name)(**arguments)
+    for path, data in planned:
+        old = files.load(path)[1].text if os.path.lexists(path) else ""
+        name = files.workspace.show(path)
+        lines += difflib.unified_diff(
+            old.splitlines(), decode_file(data).text.splitlines(),
+            name if old else "(new file)", name, n=3, lineterm="")
+    return "\n".join(lines) or "(only line ends change)"
+
+
+def grant_key(tool: Tool, arguments: dict) -> str:
+    """Return what "always" covers: this exact command, this host, or this file tool.
+
+    Anything shorter than the exact command would let `git status` cover `git status; rm -r x`.
+    """
+    if tool.level == 2 and "url" in arguments:
+        return f"{tool.name} {urllib.parse.urlsplit(arguments['url']).hostname}"
+    is_file_tool = tool.level == 2 and tool.has_reason
+    return tool.name if is_file_tool else f"{tool.name} {json.dumps(arguments, ensure_ascii=False)}"
+
+
+class Approver:
+    """Decides calls: rules first, then the level and what was always allowed, then the person."""
+
+    def __init__(self, level: int, ask: Callable[[str, Cancel], str | None],
+                 preview: Callable[[Tool, dict], str],
+                 judge: Callable[[str], tuple[str, str]] = lambda command: ("", "")):
+        self.level = level               # up to this, nobody is asked
+        self.grants = []                 # of grant_key: always allowed, in this session
+        self._ask, self._preview, self._judge = ask, preview, judge
+        self._lock = threading.Lock()    # two tools never ask at once
+
+    def decide(self, tool: Tool, arguments: dict, reason: str, cancel: Cancel) -> Decision:
+        """Return the Decision on a call.  Raises Cancelled, or ToolError if it can't work."""
+        command = arguments.get("command")
+        verdict, why = self._judge(command) if isinstance(command, str) and tool.level > 1 else \
+            ("", "")
+        if verdict == "refuse":
+            return Decision("deny", f"a rule of PaiCLI refuses this: it {why}", by="rule")
+        if tool.level <= self.level and not verdict:
+            return Decision("allow", by="level")
+        with self._lock:
+            if grant_key(tool, arguments) in self.grants and not verdict:
+                return Decision("allow", by="always")
+            answer = self._answer(tool, arguments, reason, why, cancel)
+        return self._follow(answer, tool, arguments, reason, why, cancel)
+
+    def _follow(self, answer, tool, arguments, reason, why, cancel):
+        if answer is None:
+            return Decision("deny", f"nobody is there to ask, and it {why}" if why else
+                            f"nobody is there to ask; --level {tool.level} would allow it",
+                            by="no terminal")
+        word, _, rest = answer.partition(" ")
+        if answer in ("e", "edit"):
+            return self._edited(tool, arguments, reason, cancel)
+        if answer in ("a", "always") and not why:
+            self.grants.append(grant_key(tool, arguments))
+        elif answer.lower() not in ("y", "yes"):
+            why_not = rest if word.lower() in ("n", "no") else answer
+            return Decision("deny", "the person said no" + (f": {why_not}" if why_not else ""),
+                            by="person")
+        return Decision("allow", by="person")
+
+    def _answer(self, tool, arguments, reason, why, cancel, is_whole=False):
+        """Show what would happen, ask, and return the answer; "details" shows a diff whole."""
+        lines = visible(self._preview(tool, arguments)).split("\n")
+        n_hidden = 0 if is_whole or "command" in arguments else len(lines) - MAX_SHOWN_LINES
+        if n_hidden > 0:
+            half = MAX_SHOWN_LINES // 2
+            lines[half:-half] = [f"... {n_hidden} lines are not shown: d shows them"]
+        because = f", because: {one_line(reason)}" if reason else ""
+        rule = [f"⚠️ always asked: it {why}"] if why else []
+        answer = self._ask("\n    ".join([
+            f"❓ {tool.name} ({LEVELS[tool.level]}){because}", *lines, *rule]) + f"\n{ANSWERS}", cancel)
+        if answer and answer.strip().lower() in ("d", "details"):
+            return self._answer(tool, arguments, reason, why, cancel, is_whole=True)
+        return answer if answer is None else answer.strip()
+
+    def _edited(self, tool, arguments, reason, cancel):
+        """Let the person change the arguments of one line, and decide on what came out."""
+        changed = dict(arguments)
+        for name, value in arguments.items():
+            if isinstance(value, str) and (name == "command" or "\n" not in value):
+                said = self._ask(f"    {name} (Enter keeps it): {visible(value)}\n    > ", cancel)
+                changed[name] = (said or "").strip() or value
+        decision = self.decide(tool, changed, reason, cancel)
+        return decision if decision.kind == "deny" else Decision("edit", "", changed, decision.by)
+
+
+# ---- what was decided, and what is trusted
+
+class Audit:
+    """A file a day of JSON lines: each decision above level 1, and then how it ended."""
+
+    def __init__(self, folder: str, session: Callable[[], int | None]):
+        self.folder = folder
+        self._session = session          # the conversation's number
+        self._open = {}                  # id of a call -> its record, until the result is known
+
+    def on_event(self, event: dict) -> None:
+        """Take an event of the toolbox; it comes before the call runs, and its secrets are masked."""
+        if event["type"] == "decision" and event["level"] > 1:
+            keys = ("id", "tool", "level", "arguments", "decision", "by", "reason")
+            record = {k: event[k] for k in keys}
+            record["arguments"] = clip(json.dumps(event["arguments"], ensure_ascii=False), 2000)
+            self._open[event["id"]] = record
+            self._write({"session": self._session(), **record})
+        elif event["type"] == "result" and self._open.pop(event["id"], None):
+            self._write({"id": event["id"], "ok": event["ok"], "seconds": event["seconds"],
+                         "outcome": one_line(event["text"])})
+
+    def _write(self, record):
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        line = json.dumps({"time": now, **record}, ensure_ascii=False) + "\n"
+        with contextlib.suppress(OSError):                # said once, at the start
+            append_private(os.path.join(self.folder, now[:10] + ".jsonl"), line)
+
+    def last(self, n: int) -> list[dict]:
+        """Return the last n calls of the last days that have any, oldest first, each one record."""
+        calls = []
+        for name in sorted(os.listdir(self.folder))[-7:] if os.path.isdir(self.folder) else ():
+            for line in read_text(os.path.join(self.folder, name)).split("\n"):
+                with contextlib.suppress(ValueError, LookupError):
+                    record = json.loads(line)
+                    known = next((c for c in reversed(calls) if c["id"] == record["id"]
+                                  and "ok" not in c), None)
+                    if "ok" not in record:
+                        calls.append(record)
+                    elif known:
+                        known.update({**record, "time": known["time"]})
+        return calls[-n:]
+
+
+class Trust:
+    """What the person said yes to: files of a project that could run or leak things."""
+
+    def __init__(self, path: str, ask: Callable[[str, Cancel], str | None]):
+        self.path = path                 # lines of "SHA-256  real path", as sha256sum writes them
+        self._ask = ask
+
+    def allows(self, path: str, what: str) -> bool:
+        """True if this content of this file is trusted, or is now: the person is shown it.
+
+        `what` says what it would do.  Without a terminal the answer is no.
+        """
+        import hashlib
+        with open(path, "rb") as f:
+            content = f.read()
+        entry = f"{hashlib.sha256(content).hexdigest()}  {os.path.realpath(path)}"
+        if entry in read_text(self.path).split("\n"):
+            return True
+        shown = visible(redact(content.decode("utf-8", "replace"))).replace("\n", "\n    ")
+        answer = self._ask(f"⚠️ {visible(path)} {what}. It says:\n    {shown}\n"
+                           "Do you trust it? [y/N] ", Cancel())
+        if (answer or "").strip().lower() not in ("y", "yes"):
+            return False
+        with contextlib.suppress(OSError):                # then it is asked again next time
+            append_private(self.path, entry + "\n")
+        return True
+
+
+# =============================================================================
+# 8. MEMORY
+# =============================================================================
+# A model remembers nothing: what it should know is sent with every request, and that must fit.
+#
+#     messages --> paicli.db --> the last rounds, whole  --> the next request
+#                        |-----> a summary of older ones --> its system message, once a turn
+#                        '-----> facts and lessons       --> the same, by keywords
+#
+# In: messages, as section 3 has them.  Out: the same, in a shape that any server accepts, also
+# after a crash.  The store keeps everything; compaction only changes what is sent.
+# Trap: a tool result whose call was cut off is refused (HTTP 400), so only whole rounds go: a
+# message and the results behind it.  And a summary is background; framed as a request it is obeyed.
+# Simplified: facts are found by words they share with the task; products use embeddings for it.
+# Tests: TestMemory (exercise, 2 of 3 stars).  Try: /context, /compact, /save, -c, /undo.
+
+COMPACT_AT = 0.8                         # of the window
+KEEP = 0.3                               # of the window: the last rounds, which stay as they are
+N_FACTS = 8                              # that join a system message, and as many lessons
+
+SUMMARY_PROMPT = """Summarise this part of a conversation between a person and a coding agent, for
+the agent's own notes, in at most 400 words. Keep exactly: what the person wants and said about
+themselves and the project, decisions, names, paths and numbers, what was done to which file, what
+failed and why, what is not finished. State facts; address nobody and ask for nothing."""
+BACKGROUND = ("\n\nEarlier in this conversation (a summary: background, not a request; the tool "
+              "recall finds the details):\n")
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions(
+    id INTEGER PRIMARY KEY AUTOINCREMENT, folder TEXT NOT NULL, title TEXT NOT NULL,
+    created_at TEXT NOT NULL, updated_at TEXT NOT NULL,
+    summary TEXT NOT NULL DEFAULT '', summarised_to INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS messages(
+    id INTEGER PRIMARY KEY, session_id INTEGER NOT NULL, created_at TEXT NOT NULL,
+    body TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS facts(
+    id INTEGER PRIMARY KEY AUTOINCREMENT, folder TEXT, kind TEXT NOT NULL, text TEXT NOT NULL,
+    created_at TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS undo(
+    session_id INTEGER NOT NULL, turn INTEGER NOT NULL, path TEXT NOT NULL, before BLOB,
+    mode INTEGER, after TEXT NOT NULL, PRIMARY KEY(session_id, turn, path));
+CREATE INDEX IF NOT EXISTS messages_of_session ON messages(session_id, id);
+CREATE INDEX IF NOT EXISTS sessions_of_folder ON sessions(folder, updated_at);
+"""
+
+
+class Store:
+    """paicli.db.  Several processes share it, so each transaction is short and waits its turn."""
+
+    def __init__(self, path: str):
+        import sqlite3
+        self.error = sqlite3.Error
+        if path != ":memory:":
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        self._lock = threading.RLock()
+        self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+        with contextlib.suppress(sqlite3.OperationalError):         # not on a network drive
+            self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'undo'").fetchone():
+            self._db.executescript(SCHEMA)
+
+    def run(self, sql: str, *values) -> list[tuple]:
+        """Run one statement, a transaction of its own; return its rows.  Raises PaiError."""
+        with self.transaction() as run:
+            return run(sql, *values).fetchall()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[Callable]:
+        """All or nothing: `with store.transaction() as run: run(sql, *values)`.
+
+        Raises PaiError if the disk is full, say; then nothing has changed.
+        """
+        with self._lock:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                try:
+                    yield lambda sql, *values: self._db.execute(sql, values)
+                    self._db.execute("COMMIT")
+                except BaseException:
+                    self._db.execute("ROLLBACK")
+                    raise
+            except self.error as e:
+                raise PaiError(f"the conversation can't be stored: {e}") from e
+
+    def close(self) -> None:
+        """Close the database."""
+        with self._lock:
+            self._db.close()
+
+
+def open_store(folder: str) -> tuple[Store, str]:
+    """Return the store in PAICLI_HOME, and "" or why it is one that ends with the process."""
+    import sqlite3
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        return Store(os.path.join(folder, "paicli.db")), ""
+    except (OSError, sqlite3.Error) as e:
+        why = getattr(e, "strerror", None) or e
+        return Store(":memory:"), f"{folder}/paicli.db can't be used ({why}): nothing is remembered"
+
+
+def _now():
+    return time.strftime("%Y-%m-%d %H:%M:%S")
+
+
+# ---- the conversation
+
+class Memory:
+    """One conversation of one folder, kept in a Store; the interface is that of ListMemory."""
+
+    def __init__(self, store: Store, folder: str, mask: Callable[[str], str] = lambda text: text):
+        self.store, self.folder = store, os.path.realpath(folder)
+        self._mask = mask
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin another conversation; the one before stays in the store."""
+        self.session_id = None           # until the first message
+        self.turn = 0                    # the id of the last user message
+        self.summary = ""                # of what is no longer in messages()
+        self.measured = None             # (tokens, number of messages) of the last reply
+        self._messages = []              # as they are sent, and with their id in the store
+
+    def add(self, *messages: dict) -> None:
+        """Store messages, all or none, before anybody uses them.  Secrets are masked."""
+        bodies = [clean(self._mask(json.dumps(m, ensure_ascii=False))) for m in messages]
+        with self.store.transaction() as run:
+            is_known = run("UPDATE sessions SET updated_at = ? WHERE id = ?", _now(),
+                           self.session_id).rowcount
+            if not is_known:             # new, or deleted by another process
+                title = one_line(messages[0].get("content") or "", 60)
+                self.session_id = run(
+                    "INSERT INTO sessions(id, folder, title, created_at, updated_at) "
+                    "VALUES (?, ?, ?, ?, ?)", self.session_id, self.folder, self._mask(title),
+                    _now(), _now()).lastrowid
+            ids = [run("INSERT INTO messages(session_id, created_at, body) VALUES (?, ?, ?)",
+                       self.session_id, _now(), body).lastrowid for body in bodies]
+        added = [{**json.loads(body), "id": id_} for id_, body in zip(ids, bodies)]
+        self._messages += added
+        self.turn = next((m["id"] for m in reversed(added) if m["role"] == "user"), self.turn)
+
+    def messages(self) -> list[dict]:
+        """Return what is sent, oldest first."""
+        return list(self._messages)
+
+    def sessions(self) -> list[tuple]:
+        """Return the conversations of this folder, newest first: (id, time, messages, title)."""
+        return self.store.run(
+            "SELECT id, updated_at, (SELECT count(*) FROM messages WHERE session_id = sessions.id),"
+            " title FROM sessions WHERE folder = ? ORDER BY updated_at DESC, id DESC LIMIT 20",
+            self.folder)
+
+    def resume(self, choice: str = "last") -> str:
+        """Go on with a conversation of this folder, by number; return what to tell the person.
+
+        Raises ConfigError if there is none.
+        """
+        found = self.store.run(
+            "SELECT id, title, summary, summarised_to FROM sessions WHERE folder = ? AND "
+            "(id = ? OR ? = 'last') ORDER BY updated_at DESC, id DESC LIMIT 1",
+            self.folder, choice, choice)
+        if not found:
+            raise ConfigError("no conversation was held in this folder" if choice == "last" else
+                              f"no conversation {choice} in this folder; see /sessions")
+        self.clear()
+        self.session_id, title, self.summary, summarised_to = found[0]
+        rows = self.store.run("SELECT id, body FROM messages WHERE session_id = ? AND id > ? "
+                              "ORDER BY id", self.session_id, summarised_to)
+        messages, n_bad = _parsed(rows)
+        if not messages or messages[0]["role"] != "user":            # the task of a compaction
+            messages = self._task(summarised_to) + messages
+        self._messages = repaired(messages)
+        self.turn = max((m.get("id", 0) for m in messages if m["role"] == "user"), default=0)
+        bad = f"; {n_bad} of them can't be read and are left out" if n_bad else ""
+        return f"Conversation {self.session_id} goes on: {title} ({len(rows)} messages{bad})"
+
+    def _task(self, summarised_to):
+        rows = self.store.run("SELECT id, body FROM messages WHERE session_id = ? AND id <= ? "
+                              "ORDER BY id DESC LIMIT 500", self.session_id, summarised_to)
+        return [m for m in _parsed(rows)[0] if m["role"] == "user"][:1]
+
+    def background(self) -> str:
+        """Return what joins the system message about what is no longer in messages()."""
+        return BACKGROUND + self.summary if self.summary else ""
+
+    def compacted(self, summary: str, old: list[dict], kept: list[dict]) -> None:
+        """From now on send `kept`, and `summary` instead of `old`."""
+        last = max((m.get("id", 0) for m in old), default=0)
+        if last:
+            self.store.run("UPDATE sessions SET summary = ?, summarised_to = ? WHERE id = ?",
+                           clean(self._mask(summary)), last, self.session_id)
+        self.summary, self._messages, self.measured = summary, kept, None
+
+    def delete_all(self) -> None:
+        """Delete this folder's conversations."""
+        mine = "(SELECT id FROM sessions WHERE folder = ?)"
+        with self.store.transaction() as run:
+            run(f"DELETE FROM messages WHERE session_id IN {mine}", self.folder)
+            run(f"DELETE FROM undo WHERE session_id IN {mine}", self.folder)
+            run("DELETE FROM sessions WHERE folder = ?", self.folder)
+        self.clear()
+
+    @tool(1)
+    def recall(self, query: str) -> str:
+        """Search the whole conversation, also what was summarised or left out since.
+
+        query: words that stood there
+        """
+        words, hits = keywords(query), []
+        rows = self.store.run("SELECT id, body FROM messages WHERE session_id = ? ORDER BY id",
+                              self.session_id)
+        shown = {m.get("id") for m in self._messages}
+        for m in _parsed(rows)[0]:
+            text = message_text(m)
+            n_found = len(words & keywords(text))
+            if n_found and m["id"] not in shown:
+                first = min(at for at in map(text.lower().find, words) if at >= 0)
+                hits.append((n_found, m["id"], clip(text[max(0, first - 500):first + 1000], 1600)))
+        best = sorted(sorted(hits, reverse=True)[:5], key=lambda hit: hit[1])
+        return "\n\n".join(text for _, _, text in best) or "Nothing earlier has these words."
+
+
+def _parsed(rows):
+    """-> messages with their id, and how many rows are none."""
+    messages = []
+    for id_, body in rows:
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            message = json.loads(body)
+            if message.get("role") in ("user", "assistant", "tool"):
+                messages.append({**message, "id": id_})
+    return messages, len(rows) - len(messages)
+
+
+def repaired(messages: list[dict]) -> list[dict]:
+    """Return a history that servers accept, from one that a crash may have cut anywhere.
+
+    Each call has its one result right behind it, and each turn ends with an answer.
+    """
+    out, open_ids = [], []               # open_ids: calls whose result has not come yet
+
+    def close(ends_turn):
+        out.extend({"role": "tool", "tool_call_id": id_, "content":
+                    "Error: PaiCLI ended before the result was stored; it may have been done"}
+                   for id_ in open_ids)
+        open_ids.clear()
+        if ends_turn and out and out[-1]["role"] != "assistant":
+            out.append({"role": "assistant", "content": "(Turn stopped: PaiCLI ended.)"})
+    for message in messages:
+        if message["role"] == "tool":
+            if message.get("tool_call_id") in open_ids:
+                open_ids.remove(message["tool_call_id"])
+                out.append(message)
+            continue
+        close(message["role"] == "user")
+        open_ids.extend(c["id"] for c in message.get("tool_calls") or ())
+        if message.get("content") or open_ids:
+            out.append(message)
+    close(True)
+    return out
+
+
+# ---- compaction
+
+def message_text(message: dict) -> str:
+    """Return a message as text for people and summaries: "assistant: Done. [read_file {...}]"."""
+    calls = [f"[{c['function']['name']} {c['function']['arguments']}]"
+             for c in message.get("tool_calls") or ()]
+    return f"{message['role']}: " + " ".join([message.get("content") or "", *calls]).strip()
+
+
+def message_tokens(messages: Iterable[dict]) -> int:
+    """Return about how many tokens messages have."""
+    return sum(8 + estimate_tokens(message_text(m) + m.get("reasoning_content", ""))
+               for m in messages)
+
+
+def split_history(messages: list[dict], n_tokens: int) -> tuple[list[dict], list[dict]]:
+    """Return (old, kept): kept has the last rounds, about n_tokens of them, and the task.
+
+    Whole rounds only: user | assistant, tool, tool | assistant | ...; kept begins with a user
+    message: the last one, if it is older than the rounds kept.
+    """
+    rounds = []
+    for message in messages:
+        if message["role"] == "tool" and rounds:
+            rounds[-1].append(message)
+        else:
+            rounds.append([message])
+    first, n_kept = len(rounds), 0
+    while first and (first == len(rounds) or n_kept + message_tokens(rounds[first - 1]) < n_tokens):
+        first -= 1
+        n_kept += message_tokens(rounds[first])
+    users = [i for i, r in enumerate(rounds) if r[0]["role"] == "user"]
+    task = users[-1] if users else 0
+    if first <= task:                    # then some turns are kept, from their beginning
+        first = next(i for i in range(first, task + 1) if i == task or i in users)
+        old, kept = rounds[:first], rounds[first:]
+    else:
+        old, kept = rounds[:task] + rounds[task + 1:first], [rounds[task], *rounds[first:]]
+    return sum(old, []), sum(kept, [])
+
+
+class Compactor:
+    """Keeps what is sent within the model's window; an Agent calls it before each request."""
+
+    def __init__(self, window: Callable[[], int], on_event: Callable[[dict], None]):
+        self._window, self._on_event = window, on_event   # window() is 0 if it is not known
+        self._ratio = 1.0                # measured tokens per estimated one
+        self._no_use_below = 0           # compacting had no use; try again only above this
+
+    def n_tokens(self, agent: Agent) -> int:
+        """Return how long the next request is: measured for the last one, estimated since."""
+        messages = agent.memory.messages()
+        measured, n_seen = agent.memory.measured or (0, 0)
+        if measured:
+            return measured + round(self._ratio * message_tokens(messages[n_seen:]))
+        return round(self._ratio * self._estimate(agent, messages))
+
+    def _estimate(self, agent, messages):
+        tools = json.dumps(agent.toolbox.schemas(), ensure_ascii=False)
+        return estimate_tokens(agent.system_text()) + estimate_tokens(tools) + \
+            message_tokens(messages)
+
+    def __call__(self, agent: Agent, cancel: Cancel, must: bool = False) -> bool:
+        """Compact if it is time, or if it must be; True if less is sent now.  Raises Cancelled."""
+        before, limit = self.n_tokens(agent), self._window()
+        if not must and (before < max(COMPACT_AT * limit, self._no_use_below) or not limit):
+            return False
+        window = min(limit or before, before) if must else limit
+        messages = agent.memory.messages()
+        self._ratio = min(4.0, max(0.5, before / self._estimate(agent, messages)))
+        old, kept = split_history(messages, int(KEEP * window / self._ratio))
+        fixed = self._estimate(agent, []) - estimate_tokens(agent.memory.background())
+        room = int(COMPACT_AT * window / self._ratio) - fixed
+        summary = self._summary(agent, old, window, cancel) if old else agent.memory.summary
+        kept = _clipped(kept, room - estimate_tokens(summary))
+        agent.memory.compacted(summary, old, kept)
+        after = self.n_tokens(agent)
+        self._no_use_below = 0
+        if after < before:
+            self._tell(f"Compacted: about {before} tokens are {after} now, {len(old)} messages "
+                       "went into the summary")
+        if limit and after >= COMPACT_AT * limit:
+            self._no_use_below = after * 1.1
+            self._tell(f"The instructions, tools and the current task take {after} of {limit} "
+                       "tokens; compacting can't help. /clear starts a new conversation")
+        return after < before
+
+    def _tell(self, text):
+        self._on_event({"type": "notice", "text": text})
+
+    def _summary(self, agent, old, window, cancel):
+        """The old messages and the summary before them as one; if that fails, the one before."""
+        before = agent.memory.summary
+        limit = min(4000, window // 2)                    # characters of one message
+        texts = [clip(t, limit) for t in [before, *map(message_text, old)] if t]
+        try:
+            summary = clip(self._reduced(agent, texts, window, cancel), window)
+            if estimate_tokens(summary) < message_tokens(old) + estimate_tokens(before):
+                return summary
+            why = "the summary was no shorter"
+        except ModelError as e:
+            why = str(e)
+        self._tell(f"{len(old)} old messages are left out, because they could not be summarised "
+                   f"({why}); the tool recall finds them")
+        return before
+
+    def _reduced(self, agent, texts, window, cancel):
+        """Map-reduce: summarise pieces that fit, then the summaries, until it is one."""
+        pieces, size = [[]], 0
+        for text in texts:
+            size += estimate_tokens(text)
+            if size * self._ratio > window / 2 and pieces[-1]:
+                pieces.append([])
+                size = estimate_tokens(text)
+            pieces[-1].append(text)
+
+        def summarised(piece):
+            messages = [{"role": "system", "content": SUMMARY_PROMPT},
+                        {"role": "user", "content": "\n\n".join(piece)}]
+            reply = agent.model.reply(messages, [], lambda kind, text: None, cancel)
+            agent.usage = agent.usage.plus(reply.usage)
+            if not reply.text:
+                raise ModelError("the model gave no summary")
+            return reply.text
+        summaries = run_parallel("summary", [lambda p=p: summarised(p) for p in pieces])
+        if len(summaries) == 1:
+            return summaries[0]
+        if len(summaries) >= len(texts):
+            raise ModelError("the summaries did not get shorter")
+        return self._reduced(agent, summaries, window, cancel)
+
+
+def _clipped(messages, n_tokens):
+    """The messages with tool results shortened as far as n_tokens needs it."""
+    for limit in (60000, 16000, 4000, 1000, 250):
+        if message_tokens(messages) <= n_tokens:
+            break
+        messages = [{**m, "content": clip(m["content"], limit)} if m["role"] == "tool" else m
+                    for m in messages]
+    return messages
+
+
+# ---- facts, lessons, undo
+
+_COMMON = set("a an and are as at be but by can do for from has have how i if in is it me my no "
+              "not of on or please so that the this to use was we what when with you".split())
+
+
+def keywords(text: str) -> set[str]:
+    """Return the words that say what a text is about; of Chinese, each two neighbours.
+
+    "Use tabs in 项目文件" -> {"tabs", "项目", "目文", "文件"}
+    """
+    found = set()
+    for word in re.findall(r"[^\W_]+", text.lower()):
+        is_cjk = re.match(r"[\u3040-\u9fff\uac00-\ud7af]", word)
+        found |= {word[i:i + 2] for i in range(max(1, len(word) - 1))} if is_cjk else {word}
+    return found - _COMMON
+
+
+class Facts:
+    """What is kept beyond a conversation: facts the person saved, lessons of bad turns."""
+
+    def __init__(self, store: Store, folder: str, mask: Callable[[str], str] = lambda text: text):
+        self.store, self.folder, self._mask = store, os.path.realpath(folder), mask
+
+    def save(self, text: str, kind: str = "fact", is_global: bool = False) -> None:
+        """Keep a fact or a lesson, for this folder or for all."""
+        self.store.run("INSERT INTO facts(folder, kind, text, created_at) VALUES (?, ?, ?, ?)",
+                       None if is_global else self.folder, kind, clean(self._mask(text)), _now())
+
+    def all(self) -> list[tuple]:
+        """Return what counts in this folder: (id, kind, is_global, text), oldest first."""
+        return self.store.run("SELECT id, kind, folder IS NULL, text FROM facts WHERE folder = ? "
+                              "OR folder IS NULL ORDER BY id", self.folder)
+
+    def forget(self, id_: str) -> bool:
+        """Delete one; False if there is none of that number here."""
+        n_before = len(self.all())
+        self.store.run("DELETE FROM facts WHERE id = ? AND (folder = ? OR folder IS NULL)",
+                       id_, self.folder)
+        return len(self.all()) < n_before
+
+    def relevant(self, task: str) -> list[str]:
+        """Return the facts and lessons for a task: those that share most words with it.
+
+        Facts without a common word fill up what room is left; a lesson must have one.
+        """
+        words, chosen = keywords(task), []
+        for kind, at_least in (("fact", 0), ("lesson", 1)):
+            ranked = sorted(((len(words & keywords(text)), id_, text) for id_, k, _, text
+                             in self.all() if k == kind), reverse=True)
+            chosen += [hit for hit in ranked if hit[0] >= at_least][:N_FACTS]
+        return [clip(text, 500) for _, _, text in sorted(chosen, key=lambda hit: hit[1])]
+
+
+LESSON_PROMPT = """A coding agent's turn ended badly: {why}. From what follows, write one lesson that
+would have helped, in one sentence that names the kind of task and what to do instead. Only that
+sentence."""
+
+
+def reflect(agent: Agent, facts: Facts, cancel: Cancel) -> str:
+    """After a turn that ended badly, ask the model for one lesson and keep it; return it or "".
+
+    Source: Reflexion, https://arxiv.org/abs/2303.11366
+    """
+    messages = agent.memory.messages()
+    starts = [i for i, m in enumerate(messages) if m["role"] == "user"]
+    turn = messages[starts[-1]:] if starts else []
+    n_errors = sum(m["role"] == "tool" and m["content"].startswith("Error:") for m in turn)
+    is_bad = agent.stop_reason in ("rounds", "tokens", "stagnation") or n_errors >= 4
+    if not is_bad or cancel.is_set():
+        return ""
+    why = f"it ended by {agent.stop_reason}, {n_errors} tool calls failed"
+    text = "\n\n".join(clip(message_text(m), 1000) for m in [turn[0], *turn[1:][-20:]])
+    reply = agent.model.reply([{"role": "system", "content": LESSON_PROMPT.format(why=why)},
+                               {"role": "user", "content": text}], [], lambda kind, text: None,
+                              cancel)
+    lesson = one_line(reply.text, 300)
+    if lesson and lesson not in (text for _, _, _, text in facts.all()):
+        facts.save(lesson, "lesson")
+    return lesson
+
+
+class Undo:
+    """Remembers what files were before a turn wrote them."""
+
+    def __init__(self, memory: Memory):
+        self.memory = memory
+
+    def save_file(self, path: str, data: bytes) -> None:
+        """Write a file as section 5's save_file does, and remember it as it was."""
+        before = mode = None
+        if os.path.exists(path):
+            with open(path, "rb") as f:
+                before, mode = f.read(), stat.S_IMODE(os.fstat(f.fileno()).st_mode)
+        where = (self.memory.session_id or 0, self.memory.turn, path)
+        with self.memory.store.transaction() as run:      # the first of a turn counts
+            run("INSERT OR IGNORE INTO undo VALUES (?, ?, ?, ?, ?, '')", *where, before, mode)
+            run("UPDATE undo SET after = ? WHERE session_id = ? AND turn = ? AND path = ?",
+                _digest(data), *where)
+            save_file(path, data)
+
+    def undo(self) -> list[str]:
+        """Restore what the last turn that wrote has written; return a line for each file.
+
+        A file that was changed since then stays as it is.
+        """
+        rows = self.memory.store.run(
+            "SELECT turn, path, before, mode, after FROM undo WHERE session_id = ? AND turn = "
+            "(SELECT max(turn) FROM undo WHERE session_id = ?)",
+            *[self.memory.session_id or 0] * 2)
+        lines = [self._restore(*row[1:]) for row in rows]
+        if rows:
+            self.memory.store.run("DELETE FROM undo WHERE session_id = ? AND turn = ?",
+                                  self.memory.session_id or 0, rows[0][0])
+        return lines
+
+    def _restore(self, path, before, mode, after):
+        try:
+            with open(path, "rb") as f:
+                if _digest(f.read()) != after:
+                    return f"left as it is, because it was changed since: {path}"
+            if before is not None:
+                atomic_write(path, before, mode)
+                return f"restored: {path}"
+            os.remove(path)
+            self._remove_empty(os.path.dirname(path))
+            return f"removed again: {path}"
+        except OSError as e:
+            return f"could not be restored: {path}: {e.strerror}"
+
+
+    def _remove_empty(self, folder):
+        """Remove the folders that were made for a file."""
+        with contextlib.suppress(OSError):
+            while folder != self.memory.folder and _is_in(folder, self.memory.folder):
+                os.rmdir(folder)
+                folder = os.path.dirname(folder)
+
+
+def _digest(data):
+    import hashlib
+    return hashlib.sha256(data).hexdigest()
 
 
 # =============================================================================
@@ -3097,31 +4073,6 @@ def is_terminal(stream) -> bool:
     return bool(stream) and not stream.closed and stream.isatty()
 
 
-class Approver:
-    """Decides calls: up to a level they run, above it the person is asked."""
-
-    def __init__(self, level: int, ask: Callable[[str, Cancel], str | None]):
-        self.level, self._ask = level, ask
-        self._lock = threading.Lock()    # two tools never ask at once
-
-    def decide(self, tool: Tool, arguments: dict, reason: str, cancel: Cancel) -> Decision:
-        """Return the Decision on a call.  Raises Cancelled."""
-        if tool.level <= self.level:
-            return Decision("allow")
-        lines = [f"{k}: {v}" if isinstance(v, str) else f"{k}: {json.dumps(v)}"
-                 for k, v in arguments.items()]
-        text = visible("\n".join(lines)).replace("\n", "\n    ")
-        why = f" because: {one_line(reason)}" if reason else ""
-        with self._lock:
-            answer = self._ask(f"❓ {tool.name} (level {tool.level}, {LEVELS[tool.level]}){why}\n"
-                               f"    {text}\nRun it? [y/N] ", cancel)
-        if answer is None:
-            return Decision("deny", f"no terminal to ask on; --level {tool.level} allows it")
-        if answer.strip().lower() in ("y", "yes"):
-            return Decision("allow")
-        return Decision("deny", "the person said no")
-
-
 # ---- wiring
 
 class App:
@@ -3135,6 +4086,7 @@ class App:
         self.project_notes = read_text(os.path.join(config.cwd, "AGENTS.md")) or \
             read_text(os.path.join(config.cwd, "CLAUDE.md"))
         self.http = Http(config.proxies)
+        self.trust = Trust(os.path.join(config.home, "trust"), ask)
         self.files = self.shell = self.agent = self.approver = None     # set by build
 
     def mask(self, text: str) -> str:
@@ -3175,12 +4127,15 @@ def build(config: Config) -> App:
         os.makedirs(config.home, mode=0o700, exist_ok=True)
     except OSError as e:
         app.notices.append(f"{config.home} can't be used ({e.strerror}): nothing is remembered")
-    workspace = Workspace(config.cwd, closed=config.home)
+    workspace = Workspace(config.cwd, config.add_dirs, config.home)
     app.files = FileTools(workspace)
+    home, variables = os.path.expanduser("~"), {k: s.value for k, s in config.settings.items()}
     spool_dir = os.path.join(config.home, f"output-{os.getpid()}-{random.getrandbits(32):08x}")
-    app.shell = ShellTools(workspace, spool_dir, config.command_timeout_s)
-    app.approver = Approver(config.level, app.ask)
-    toolbox = Toolbox(app.approver.decide, app.events.put, app.mask)
+    app.shell = ShellTools(workspace, spool_dir, config.command_timeout_s, config.sandbox)
+    app.approver = Approver(config.level, app.ask,
+                            lambda tool, arguments: preview(app.files, tool, arguments),
+                            lambda command: judge(command, workspace.root, home, variables))
+    toolbox = Toolbox(app.approver.decide, app.on_event, app.mask)
     toolbox.add(builtin_tools(app.files, app.shell))
     app.agent = Agent(DemoModel(), toolbox, ListMemory(), app.events.put, "", config.max_rounds,
                       config.token_budget, config.turn_timeout_s)
