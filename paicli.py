@@ -486,45 +486,49 @@ def proxies_in(environ: dict) -> dict:
 CONNECT_TIMEOUT_S = 60
 READ_TIMEOUT_S = 300                     # between two bytes: models think silently for minutes
 MAX_IDLE_S = 60                          # a kept connection is used again only so long
-MAX_LINE_BYTES = 32 << 20                # of one server-sent event
+MAX_LINE_BYTES = 32 << 20                # of a stream; what is longer comes in pieces
 RETRIES = 4
 MAX_RETRY_AFTER_S = 120                  # a server that asks for more is not waited for
 
 
 class Route(NamedTuple):
-    """Where a request goes: `url` is split once; `proxy` is None or the proxy's URL, split."""
-    url: urllib.parse.SplitResult
+    """Where a connection leads; a kept one is found by it."""
+    scheme: str
+    host: str
+    port: int
     proxy: urllib.parse.SplitResult | None
-
-    @property
-    def key(self) -> tuple:
-        """What a kept connection is found by."""
-        return self.url.scheme, self.url.hostname, self.url.port, self.proxy
-
-    @property
-    def target(self) -> str:
-        """What stands in the request line; a proxy for plain http wants the whole URL."""
-        path = urllib.parse.quote((self.url.path or "/") + ("?" + self.url.query
-                                                            if self.url.query else ""),
-                                  safe="/%?&=+:;,@!$'()*[]~-._")
-        if self.proxy and self.url.scheme == "http":
-            return f"http://{self.url.netloc.rpartition('@')[2]}{path}"
-        return path
 
 
 def is_loopback(host: str) -> bool:
     """True for this machine: localhost, 127.x.x.x, ::1."""
-    return host == "localhost" or host.endswith(".localhost") or host == "::1" \
-        or re.fullmatch(r"127(\.\d{1,3}){3}", host) is not None
+    return bool(re.fullmatch(r"(.+\.)?localhost|127(\.\d{1,3}){3}|::1", host))
 
 
-def proxy_login(proxy: urllib.parse.SplitResult) -> dict:
+def _split(url, schemes, complaint):
+    """-> SplitResult of a URL with one of these schemes.  Raises ConfigError(complaint)."""
+    with contextlib.suppress(ValueError):                 # urlsplit raises it, and .port too
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme in schemes and parts.hostname and parts.port != 0:
+            return parts
+    raise ConfigError(complaint)
+
+
+def _target(url, route):
+    """What stands in the request line; a proxy for plain http wants the whole URL."""
+    parts = urllib.parse.urlsplit(url)
+    path = urllib.parse.quote((parts.path or "/") + (parts.query and "?" + parts.query),
+                              safe="/%?&=+:;,@!$'()*[]~-._")
+    if route.proxy and route.scheme == "http":
+        return f"http://{parts.netloc.rpartition('@')[2]}{path}"
+    return path
+
+
+def _proxy_login(proxy):
     """-> {"Proxy-Authorization": "Basic ..."} for a proxy URL with a user name, else {}."""
-    if proxy.username is None:
+    if not proxy or proxy.username is None:
         return {}
-    pair = ":".join(urllib.parse.unquote(part or "") for part in (proxy.username, proxy.password))
-    login = base64.b64encode(pair.encode("utf-8")).decode("ascii")
-    return {"Proxy-Authorization": "Basic " + login}
+    login = urllib.parse.unquote(f"{proxy.username}:{proxy.password or ''}")
+    return {"Proxy-Authorization": "Basic " + base64.b64encode(login.encode()).decode()}
 
 
 class HttpReply:
@@ -543,20 +547,13 @@ class HttpReply:
     def json(self):
         """Return the body as JSON.  Raises HttpError that shows what came instead."""
         body = self.read().decode("utf-8", "replace")
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             return json.loads(body)
-        except (ValueError, RecursionError):
-            raise HttpError(self.status, body or "an empty answer where JSON was expected",
-                            self.host) from None
+        raise HttpError(self.status, body or "an empty answer instead of JSON", self.host)
 
     def events(self) -> Iterator[tuple[str, str]]:
-        """Yield each server-sent event as (event, data).  Raises HttpError for an endless line."""
-        def lines():
-            for line in iter(lambda: self._reply.readline(MAX_LINE_BYTES), b""):
-                if len(line) == MAX_LINE_BYTES:
-                    raise HttpError(self.status, "a line without an end", self.host)
-                yield line
-        return sse_events(lines())
+        """Yield each server-sent event as (event, data)."""
+        return sse_events(iter(lambda: self._reply.readline(MAX_LINE_BYTES), b""))
 
 
 def sse_events(lines: Iterable[bytes]) -> Iterator[tuple[str, str]]:
@@ -566,24 +563,18 @@ def sse_events(lines: Iterable[bytes]) -> Iterator[tuple[str, str]]:
     stream is given too; whoever parses its data notices if it was cut.
     Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
     """
-    name, data, is_first = "", [], True
-    for raw in lines:
-        raw = raw[3:] if is_first and raw.startswith(b"\xef\xbb\xbf") else raw
-        is_first = False
-        stripped = raw[:-2] if raw.endswith(b"\r\n") else raw[:-1] if raw.endswith(b"\n") else raw
-        for line in stripped.split(b"\r"):
-            field, _, value = line.decode("utf-8", "replace").partition(":")
-            value = value[1:] if value.startswith(" ") else value
-            if line and field == "data":
-                data.append(value)
-            elif line and field == "event":
-                name = value
-            elif not line:
-                if data:
-                    yield name or "message", "\n".join(data)
-                name, data = "", []
-    if data:
-        yield name or "message", "\n".join(data)
+    name, data = "", []
+    for raw in itertools.chain(lines, [b""]):             # the end counts as an empty line
+        line = raw.decode("utf-8", "replace").removeprefix("\ufeff").rstrip("\r\n")
+        field, _, value = line.partition(":")
+        if field == "data":
+            data.append(value.removeprefix(" "))
+        elif field == "event":
+            name = value.removeprefix(" ")
+        elif not line:
+            if data:
+                yield name or "message", "\n".join(data)
+            name, data = "", []
 
 
 class Http:
@@ -591,38 +582,24 @@ class Http:
 
     def __init__(self, proxies: dict | None = None, tls=None):
         self.proxies = proxies or {}     # scheme -> URL, "no" -> hosts that need none
-        self.n_connections = 0           # opened so far
         self._tls = tls                  # ssl.SSLContext; made at the first https, once
-        self._idle = {}                  # Route.key -> [(connection, since)]; guarded by _lock
+        self._idle = {}                  # Route -> [(connection, since)]; guarded by _lock
         self._lock = threading.Lock()
 
     def route(self, url: str) -> Route:
         """Decide on the parsed host name how a URL is reached.  Raises ConfigError."""
-        try:
-            parts = urllib.parse.urlsplit(url)
-            host, _ = parts.hostname, parts.port
-        except ValueError as e:
-            raise ConfigError(f"not a URL: {one_line(url)} ({e})") from None
-        if parts.scheme not in ("http", "https") or not host:
-            raise ConfigError(f"not an http:// or https:// URL: {one_line(url)}")
-        proxy = self.proxies.get(parts.scheme) or self.proxies.get("all")
-        if not proxy or is_loopback(host) or self._needs_no_proxy(host, parts.port):
-            return Route(parts, None)
-        try:
-            proxy = urllib.parse.urlsplit(proxy if "://" in proxy else "http://" + proxy)
-            is_good = proxy.scheme == "http" and proxy.hostname and proxy.port != 0
-        except ValueError:
-            is_good = False
-        if not is_good:
-            raise ConfigError(f"the {parts.scheme}_proxy variable should be http://HOST:PORT")
-        return Route(parts, proxy)
-
-    def _needs_no_proxy(self, host, port):
-        if not self.proxies.get("no"):
-            return False
-        import urllib.request                             # slow to import, so only where needed
-        return urllib.request.proxy_bypass_environment(f"{host}:{port}" if port else host,
-                                                       self.proxies)
+        parts = _split(url, ("http", "https"), f"not an http:// or https:// URL: {one_line(url)}")
+        scheme, host = parts.scheme, parts.hostname
+        port = parts.port or (443 if scheme == "https" else 80)
+        proxy = None if is_loopback(host) else self.proxies.get(scheme) or self.proxies.get("all")
+        if proxy and self.proxies.get("no"):
+            import urllib.request                         # slow to import, so only where needed
+            if urllib.request.proxy_bypass_environment(f"{host}:{port}", self.proxies):
+                proxy = None
+        if proxy:
+            proxy = _split(proxy if "://" in proxy else "http://" + proxy, ("http",),
+                           f"the {scheme}_proxy variable should be http://HOST:PORT")
+        return Route(scheme, host, port, proxy or None)
 
     @contextlib.contextmanager
     def open(self, method: str, url: str, body: bytes | None = None, headers: dict | None = None,
@@ -633,89 +610,60 @@ class Http:
         `timeout_s` bounds the silence between two bytes.  Raises HttpError for a status of 300 or
         more and (status 0) when there is no answer or it breaks off, Cancelled at once.
         """
-        cancel, route, connection, reply = cancel or Cancel(), self.route(url), None, None
-        host = route.url.hostname
-        headers = {"User-Agent": f"paicli/{__version__}", **(headers or {})}
-        if route.proxy and route.url.scheme == "http":    # for https it goes with CONNECT
-            headers.update(proxy_login(route.proxy))
+        cancel, route, reply = cancel or Cancel(), self.route(url), None
+        login = _proxy_login(route.proxy) if route.scheme == "http" else {}  # else in the CONNECT
+        headers = {"User-Agent": f"paicli/{__version__}", **login, **(headers or {})}
+        connection = self._connection(route)
         try:
-            connection, reply, sock = self._ask(route, method, body, headers, cancel, timeout_s)
+            if not connection.sock:
+                connection.timeout = min(timeout_s, CONNECT_TIMEOUT_S)
+                Job("connect", _connect, connection, cancel).wait(cancel)
+            sock = connection.sock                        # http.client may let go of it early
+            sock.settimeout(timeout_s)
             with cancel.on_set(lambda: _shut(sock)):
+                connection.request(method, _target(url, route), body, headers)
+                reply = connection.getresponse()
                 if reply.status >= 300:
-                    text = reply.read(65536).decode("utf-8", "replace")
-                    if reply.status < 400:
-                        text = f"moved to {reply.headers.get('Location')}: correct the URL"
-                    raise HttpError(reply.status, text, host, _retry_after_s(reply.headers))
-                yield HttpReply(reply, host)
-                _drain(reply, sock)
+                    raise _refusal(reply, route.host)
+                yield HttpReply(reply, route.host)
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    sock.settimeout(0.2)                  # read what little is left, or the
+                    reply.read(65536)                     # connection can't be used again
             cancel.check()                                # a shut socket looks like an end
             if reply.isclosed() and connection.sock:
                 with self._lock:
-                    self._idle.setdefault(route.key, []).append((connection, time.monotonic()))
+                    self._idle.setdefault(route, []).append((connection, time.monotonic()))
                 connection = None
         except (OSError, UnicodeError, http.client.HTTPException) as e:
             cancel.check()
-            raise HttpError(0, _why(e, route), host) from e
+            raise HttpError(0, _why(e, route), route.host) from e
         finally:
             if connection:
                 connection.close()
             if reply:
                 reply.close()
 
-    def _ask(self, route, method, body, headers, cancel, timeout_s):
-        """-> connection, reply, socket.  A kept connection that the server has closed meanwhile is
-        replaced; what may have reached it is sent again only if that can't do anything twice."""
-        connection = self._kept(route)
-        if connection:
-            try:
-                return _exchange(connection, route, method, body, headers, cancel, timeout_s)
-            except (ConnectionError, http.client.BadStatusLine):
-                cancel.check()
-                if method not in ("GET", "HEAD"):
-                    raise
-        connecting = Job("connect", self._connect, route, min(timeout_s, CONNECT_TIMEOUT_S), cancel)
-        connection = connecting.wait(cancel)
-        return _exchange(connection, route, method, body, headers, cancel, timeout_s)
-
-    def _kept(self, route):
-        """A kept connection that still looks usable, or None."""
+    def _connection(self, route):
+        """-> a kept connection that still looks usable, or a new one that is not yet open."""
         with self._lock:
-            kept = self._idle.pop(route.key, [])
-        now = time.monotonic()
-        usable = []
-        for connection, since in kept:
-            # Something to read means: the server has closed it.  Routers forget the quiet ones.
-            if now - since > MAX_IDLE_S or select.select([connection.sock], [], [], 0)[0]:
+            kept = self._idle.get(route)
+            while kept:
+                connection, since = kept.pop()
+                # Something to read means: the server has closed it.  Routers forget the quiet ones.
+                if time.monotonic() - since < MAX_IDLE_S and not select.select(
+                        [connection.sock], [], [], 0)[0]:
+                    return connection
                 connection.close()
-            else:
-                usable.append((connection, since))
-        found = usable.pop()[0] if usable else None
-        with self._lock:
-            self._idle.setdefault(route.key, []).extend(usable)
-        return found
-
-    def _connect(self, route, timeout_s, cancel):
-        url, via = route.url, route.proxy or route.url
-        if url.scheme == "http":
-            connection = http.client.HTTPConnection(via.hostname, via.port or 80, timeout=timeout_s)
-        else:
-            with self._lock:
-                if self._tls is None:
-                    import ssl
-                    self._tls = ssl.create_default_context()
-            port = via.port or (80 if route.proxy else 443)
-            connection = http.client.HTTPSConnection(via.hostname, port, timeout=timeout_s,
-                                                     context=self._tls)
-            if route.proxy:
-                connection.set_tunnel(url.hostname, url.port or 443, proxy_login(route.proxy))
-        try:
-            connection.connect()
-            cancel.check()                                # nobody waits for it any more
-        except BaseException:
-            connection.close()
-            raise
-        with self._lock:
-            self.n_connections += 1
+            if route.scheme == "https" and not self._tls:
+                import ssl
+                self._tls = ssl.create_default_context()
+        proxy = route.proxy
+        at = (proxy.hostname, proxy.port or 80) if proxy else (route.host, route.port)
+        if route.scheme == "http":
+            return http.client.HTTPConnection(*at)
+        connection = http.client.HTTPSConnection(*at, context=self._tls)
+        if proxy:
+            connection.set_tunnel(route.host, route.port, _proxy_login(proxy))
         return connection
 
     def json(self, method: str, url: str, payload=None, headers: dict | None = None,
@@ -740,16 +688,11 @@ def json_bytes(value) -> bytes:
     return clean(json.dumps(value, ensure_ascii=False)).encode("utf-8")
 
 
-def _exchange(connection, route, method, body, headers, cancel, timeout_s):
-    sock = connection.sock
-    sock.settimeout(timeout_s)
-    try:
-        with cancel.on_set(lambda: _shut(sock)):
-            connection.request(method, route.target, body, headers)
-            return connection, connection.getresponse(), sock
-    except BaseException:
+def _connect(connection, cancel):
+    connection.connect()
+    if cancel.is_set():                                   # nobody waits for it any more
         connection.close()
-        raise
+        cancel.check()
 
 
 def _shut(sock):
@@ -761,40 +704,30 @@ def _shut(sock):
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
-def _drain(reply, sock):
-    """Read what little is left, or the connection can't be used again."""
-    if not reply.isclosed():
-        sock.settimeout(0.2)
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            reply.read(65536)
+def _refusal(reply, host):
+    """-> HttpError for a reply that is no answer, with the seconds the server asks to wait."""
+    from email.utils import parsedate_to_datetime
+    text, wait_s = reply.read(65536).decode("utf-8", "replace"), None
+    if reply.status < 400:
+        text = f"moved to {reply.headers.get('Location')}: correct the URL"
+    after = reply.headers.get("Retry-After", "")          # seconds, or a date
+    with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):
+        wait_s = float(after) if re.fullmatch(r"[\d.]+", after) else max(
+            0.0, parsedate_to_datetime(after).timestamp() - time.time())
+    return HttpError(reply.status, text, host, wait_s)
 
 
 def _why(error, route):
     """Say what a person can act on."""
-    proxy = route.proxy
-    via = f" through the proxy {proxy.hostname}:{proxy.port or 80}" if proxy else ""
-    port = route.url.port or route.url.scheme
     reasons = (
         ((socket.timeout, TimeoutError), "no answer in time"),
-        (ConnectionRefusedError, f"connection refused: no server listens on port {port}"),
+        (ConnectionRefusedError, f"connection refused: no server listens on port {route.port}"),
         (socket.gaierror, "the host name can't be resolved; is the network up?"),
         ((http.client.IncompleteRead, ConnectionError), "the connection broke off"))
     said = next((text for kind, text in reasons if isinstance(error, kind)),
                 str(error) or type(error).__name__)
-    return said + via
-
-
-def _retry_after_s(headers):
-    """Seconds to wait that the server asks for, or None.  As seconds or as an HTTP date."""
-    value = headers.get("Retry-After")
-    if value is None:
-        return None
-    with contextlib.suppress(ValueError):
-        return max(0.0, float(value))
-    from email.utils import parsedate_to_datetime
-    with contextlib.suppress(ValueError, TypeError, IndexError):
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    return None
+    proxy = route.proxy
+    return said + (f" through the proxy {proxy.hostname}:{proxy.port or 80}" if proxy else "")
 
 
 def retry(attempt: Callable, is_temporary: Callable[[PaiError], bool], cancel: Cancel,
