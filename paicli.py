@@ -474,12 +474,11 @@ def proxies_in(environ: dict) -> dict:
 #
 #     open(method, url, body) --> kept or new connection --> reply --> read to its end --> kept
 #
-# In: a URL, headers, bytes.  Out: a reply whose body is read as bytes, JSON, or a stream of
-# server-sent events; or an HttpError.  http.client is used directly, because urllib.request opens
-# a new connection (and, for https, parses all certificates, 0.1 s) for every request.
-# Trap: a timeout counts the silence between two bytes, not the whole answer, and neither a connect
-# nor a read can be interrupted.  So a connect runs as a Job that may be left behind, and Cancel
-# shuts the socket under a read.
+# Out comes a body (bytes, JSON or server-sent events), or an HttpError.  http.client is used
+# directly, as urllib.request opens a new connection (https: 0.1 s of CPU) for every request.
+# Trap: a timeout counts the silence between two bytes, not the whole answer, and nothing can
+# interrupt a connect or a read.  So a connect is a Job that may be left behind, and Cancel shuts
+# the socket under a read.
 # Simplified: HTTP/1.1 only, no compression, proxies by http:// only, no redirects.
 # Tests: TestHttp (exercise, 3 of 3 stars).
 
@@ -487,16 +486,8 @@ CONNECT_TIMEOUT_S = 60
 READ_TIMEOUT_S = 300                     # between two bytes: models think silently for minutes
 MAX_IDLE_S = 60                          # a kept connection is used again only so long
 MAX_LINE_BYTES = 32 << 20                # of a stream; what is longer comes in pieces
-RETRIES = 4
+RETRY_WAITS_S = (0.5, 1, 2, 4)           # each with jitter
 MAX_RETRY_AFTER_S = 120                  # a server that asks for more is not waited for
-
-
-class Route(NamedTuple):
-    """Where a connection leads; a kept one is found by it."""
-    scheme: str
-    host: str
-    port: int
-    proxy: urllib.parse.SplitResult | None
 
 
 def is_loopback(host: str) -> bool:
@@ -513,13 +504,12 @@ def _split(url, schemes, complaint):
     raise ConfigError(complaint)
 
 
-def _target(url, route):
+def _target(url, proxy):
     """What stands in the request line; a proxy for plain http wants the whole URL."""
-    parts = urllib.parse.urlsplit(url)
-    path = urllib.parse.quote((parts.path or "/") + (parts.query and "?" + parts.query),
+    path = urllib.parse.quote((url.path or "/") + (url.query and "?" + url.query),
                               safe="/%?&=+:;,@!$'()*[]~-._")
-    if route.proxy and route.scheme == "http":
-        return f"http://{parts.netloc.rpartition('@')[2]}{path}"
+    if proxy and url.scheme == "http":
+        return f"http://{url.netloc.rpartition('@')[2]}{path}"
     return path
 
 
@@ -583,23 +573,22 @@ class Http:
     def __init__(self, proxies: dict | None = None, tls=None):
         self.proxies = proxies or {}     # scheme -> URL, "no" -> hosts that need none
         self._tls = tls                  # ssl.SSLContext; made at the first https, once
-        self._idle = {}                  # Route -> [(connection, since)]; guarded by _lock
+        self._idle = {}                  # place -> [(connection, since)]; guarded by _lock
         self._lock = threading.Lock()
 
-    def route(self, url: str) -> Route:
-        """Decide on the parsed host name how a URL is reached.  Raises ConfigError."""
-        parts = _split(url, ("http", "https"), f"not an http:// or https:// URL: {one_line(url)}")
-        scheme, host = parts.scheme, parts.hostname
-        port = parts.port or (443 if scheme == "https" else 80)
-        proxy = None if is_loopback(host) else self.proxies.get(scheme) or self.proxies.get("all")
-        if proxy and self.proxies.get("no"):
+    def route(self, url: str) -> tuple:
+        """Return the URL and the proxy it needs or None, both split.  Raises ConfigError."""
+        url = _split(url, ("http", "https"), f"not an http:// or https:// URL: {one_line(url)}")
+        proxy = self.proxies.get(url.scheme) or self.proxies.get("all")
+        if not proxy or is_loopback(url.hostname):
+            return url, None
+        if self.proxies.get("no"):
             import urllib.request                         # slow to import, so only where needed
-            if urllib.request.proxy_bypass_environment(f"{host}:{port}", self.proxies):
-                proxy = None
-        if proxy:
-            proxy = _split(proxy if "://" in proxy else "http://" + proxy, ("http",),
-                           f"the {scheme}_proxy variable should be http://HOST:PORT")
-        return Route(scheme, host, port, proxy or None)
+            host = f"{url.hostname}:{url.port}" if url.port else url.hostname
+            if urllib.request.proxy_bypass_environment(host, self.proxies):
+                return url, None
+        return url, _split(proxy if "://" in proxy else "http://" + proxy, ("http",),
+                           f"the {url.scheme}_proxy variable should be http://HOST:PORT")
 
     @contextlib.contextmanager
     def open(self, method: str, url: str, body: bytes | None = None, headers: dict | None = None,
@@ -610,89 +599,91 @@ class Http:
         `timeout_s` bounds the silence between two bytes.  Raises HttpError for a status of 300 or
         more and (status 0) when there is no answer or it breaks off, Cancelled at once.
         """
-        cancel, route, reply = cancel or Cancel(), self.route(url), None
-        login = _proxy_login(route.proxy) if route.scheme == "http" else {}  # else in the CONNECT
+        cancel, (parts, proxy) = cancel or Cancel(), self.route(url)
+        login = _proxy_login(proxy) if parts.scheme == "http" else {}      # else with CONNECT
         headers = {"User-Agent": f"paicli/{__version__}", **login, **(headers or {})}
-        connection = self._connection(route)
+        place, connection, reply = (parts.scheme, parts.netloc, proxy), None, None
         try:
-            if not connection.sock:
-                connection.timeout = min(timeout_s, CONNECT_TIMEOUT_S)
-                Job("connect", _connect, connection, cancel).wait(cancel)
+            connection = self._kept(place) or Job("connect", self._connect, parts, proxy, min(
+                timeout_s, CONNECT_TIMEOUT_S), cancel).wait(cancel)
             sock = connection.sock                        # http.client may let go of it early
             sock.settimeout(timeout_s)
             with cancel.on_set(lambda: _shut(sock)):
-                connection.request(method, _target(url, route), body, headers)
+                connection.request(method, _target(parts, proxy), body, headers)
                 reply = connection.getresponse()
                 if reply.status >= 300:
-                    raise _refusal(reply, route.host)
-                yield HttpReply(reply, route.host)
+                    raise _refusal(reply, parts.hostname)
+                yield HttpReply(reply, parts.hostname)
                 with contextlib.suppress(OSError, http.client.HTTPException):
                     sock.settimeout(0.2)                  # read what little is left, or the
                     reply.read(65536)                     # connection can't be used again
             cancel.check()                                # a shut socket looks like an end
             if reply.isclosed() and connection.sock:
                 with self._lock:
-                    self._idle.setdefault(route, []).append((connection, time.monotonic()))
+                    self._idle.setdefault(place, []).append((connection, time.monotonic()))
                 connection = None
         except (OSError, UnicodeError, http.client.HTTPException) as e:
             cancel.check()
-            raise HttpError(0, _why(e, route), route.host) from e
+            raise HttpError(0, _why(e, parts, proxy), parts.hostname) from e
         finally:
             if connection:
                 connection.close()
             if reply:
                 reply.close()
 
-    def _connection(self, route):
-        """-> a kept connection that still looks usable, or a new one that is not yet open."""
+    def _kept(self, place):
+        """-> a kept connection that still looks usable, or None."""
         with self._lock:
-            kept = self._idle.get(route)
+            kept = self._idle.get(place)
             while kept:
                 connection, since = kept.pop()
                 # Something to read means: the server has closed it.  Routers forget the quiet ones.
-                if time.monotonic() - since < MAX_IDLE_S and not select.select(
-                        [connection.sock], [], [], 0)[0]:
+                is_closed = select.select([connection.sock], [], [], 0)[0]
+                if not is_closed and time.monotonic() - since < MAX_IDLE_S:
                     return connection
                 connection.close()
-            if route.scheme == "https" and not self._tls:
-                import ssl
-                self._tls = ssl.create_default_context()
-        proxy = route.proxy
-        at = (proxy.hostname, proxy.port or 80) if proxy else (route.host, route.port)
-        if route.scheme == "http":
-            return http.client.HTTPConnection(*at)
-        connection = http.client.HTTPSConnection(*at, context=self._tls)
-        if proxy:
-            connection.set_tunnel(route.host, route.port, _proxy_login(proxy))
+        return None
+
+    def _connect(self, url, proxy, timeout_s, cancel):
+        """-> a new connection."""
+        at = proxy or url
+        port = at.port or (443 if at.scheme == "https" else 80)
+        if url.scheme == "http":
+            connection = http.client.HTTPConnection(at.hostname, port, timeout=timeout_s)
+        else:
+            with self._lock:
+                if not self._tls:
+                    import ssl
+                    self._tls = ssl.create_default_context()
+            connection = http.client.HTTPSConnection(at.hostname, port, timeout=timeout_s,
+                                                     context=self._tls)
+            if proxy:
+                connection.set_tunnel(url.hostname, url.port or 443, _proxy_login(proxy))
+        connection.connect()
+        if cancel.is_set():                               # nobody waits for it any more
+            connection.close()
+            cancel.check()
         return connection
 
     def json(self, method: str, url: str, payload=None, headers: dict | None = None,
              cancel: Cancel | None = None, timeout_s: float = READ_TIMEOUT_S):
         """Send `payload` as JSON and return the reply's JSON.  Raises HttpError."""
         body = None if payload is None else json_bytes(payload)
-        headers = {"Content-Type": "application/json", "Accept": "application/json",
-                   **(headers or {})}
-        with self.open(method, url, body, headers, cancel, timeout_s) as reply:
+        kind = {"Content-Type": "application/json", "Accept": "application/json"}
+        with self.open(method, url, body, {**kind, **(headers or {})}, cancel, timeout_s) as reply:
             return reply.json()
 
     def close(self) -> None:
         """Close the kept connections."""
         with self._lock:
-            idle, self._idle = self._idle, {}
-        for connection, _ in sum(idle.values(), []):
-            connection.close()
+            for connection, _ in sum(self._idle.values(), []):
+                connection.close()
+            self._idle.clear()
 
 
 def json_bytes(value) -> bytes:
     """Return a value as UTF-8 JSON that any server can read: no lone surrogates."""
     return clean(json.dumps(value, ensure_ascii=False)).encode("utf-8")
-
-
-def _connect(connection, cancel):
-    connection.connect()
-    if cancel.is_set():                                   # nobody waits for it any more
-        connection.close()
-        cancel.check()
 
 
 def _shut(sock):
@@ -717,38 +708,35 @@ def _refusal(reply, host):
     return HttpError(reply.status, text, host, wait_s)
 
 
-def _why(error, route):
+def _why(error, url, proxy):
     """Say what a person can act on."""
     reasons = (
         ((socket.timeout, TimeoutError), "no answer in time"),
-        (ConnectionRefusedError, f"connection refused: no server listens on port {route.port}"),
+        (ConnectionRefusedError, f"connection refused: no server on port {url.port or url.scheme}"),
         (socket.gaierror, "the host name can't be resolved; is the network up?"),
-        ((http.client.IncompleteRead, ConnectionError), "the connection broke off"))
-    said = next((text for kind, text in reasons if isinstance(error, kind)),
-                str(error) or type(error).__name__)
-    proxy = route.proxy
+        ((http.client.IncompleteRead, ConnectionError), "the connection broke off"),
+        (Exception, str(error) or type(error).__name__))
+    said = next(text for kind, text in reasons if isinstance(error, kind))
     return said + (f" through the proxy {proxy.hostname}:{proxy.port or 80}" if proxy else "")
 
 
 def retry(attempt: Callable, is_temporary: Callable[[PaiError], bool], cancel: Cancel,
           on_retry: Callable[[PaiError, float], None]):
-    """Return attempt()'s value, trying up to RETRIES times more while is_temporary(error).
+    """Return attempt()'s value; while is_temporary(error) try again after each of RETRY_WAITS_S.
 
-    Waits 0.5, 1, 2, 4 s with jitter, or as long as the error's retry_after_s says.
+    An error's retry_after_s counts more, unless it is over MAX_RETRY_AFTER_S: then it is raised.
     """
-    for n in range(RETRIES + 1):
+    for wait_s in (*RETRY_WAITS_S, None):
         try:
             return attempt()
-        except PaiError as e:
+        except PaiError as error:
             cancel.check()                                # a shut socket looks like a failure
-            error = e
-        wait_s = getattr(error, "retry_after_s", None)
-        if n == RETRIES or not is_temporary(error) or (wait_s or 0) > MAX_RETRY_AFTER_S:
-            raise error
-        if wait_s is None:
-            wait_s = min(8, 0.5 * 2 ** n) * random.uniform(0.75, 1)
-        on_retry(error, wait_s)
-        cancel.sleep(wait_s)
+            asked_s = getattr(error, "retry_after_s", None)
+            if wait_s is None or not is_temporary(error) or (asked_s or 0) > MAX_RETRY_AFTER_S:
+                raise
+            wait_s = wait_s * random.uniform(0.75, 1) if asked_s is None else asked_s
+            on_retry(error, wait_s)
+            cancel.sleep(wait_s)
 
 
 # =============================================================================

@@ -738,9 +738,8 @@ class TestHttp(Case):
         self.assertEqual("http://outside.example:81/a?b", request["path"])
         self.assertEqual("Basic " + base64.b64encode(b"user:p@ss").decode(), request["headers"]["Proxy-Authorization"])
         for url in ("http://localhost/", "http://127.0.0.2/", "http://[::1]/", "http://inside.example/", "http://x.corp/"):
-            self.assertIsNone(self.client.route(url).proxy, url)
-        self.assertEqual("up", self.client.route("https://outside.example/").proxy.hostname)
-        self.assertNotEqual(self.client.route("http://a.example/"), self.client.route("http://b.example/"))
+            self.assertIsNone(self.client.route(url)[1], url)
+        self.assertEqual("up", self.client.route("https://outside.example/")[1].hostname)
         for bad in ("http://127.0.0.1:notaport", "http://[::1", "socks5://127.0.0.1:1080"):
             self.client.proxies = {"http": bad}
             self.raises(paicli.ConfigError, "http_proxy variable", self.get, "http://outside.example/")
