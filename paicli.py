@@ -118,11 +118,7 @@ def clean(text: str) -> str:
 
     "\\ud83d\\ude00" -> one emoji;  "caf\\udce9" -> "caf\\ufffd"
     """
-    try:
-        text.encode("utf-8")
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def visible(text: str) -> str:
@@ -130,11 +126,9 @@ def visible(text: str) -> str:
 
     Newlines and tabs stay: "a\\x1b[2Jb" -> "a\\\\x1b[2Jb"
     """
-    def escape(match):
-        code = ord(match[0])
-        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
     return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]",
-                  escape, text.replace("\r\n", "\n"))
+                  lambda match: match[0].encode("unicode_escape").decode("ascii"),
+                  text.replace("\r\n", "\n"))
 
 
 def one_line(text: str, limit: int = 200) -> str:
@@ -161,16 +155,20 @@ def clip(text: str, limit: int) -> str:
     return f"{text[:head]}\n[... {len(text) - limit} characters left out ...]\n{text[-tail:]}"
 
 
+# What stands before a secret, in brackets, and the secret.
+_SECRETS = (r"(?i)(\bBearer\s+)(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,}",
+            r"(?i)(\bx-api-key['\"]?\s*[:=]\s*['\"]?)[\w.~+/=-]{8,}",
+            r"([?&](?:api_?key|access_token)=)[^&\s'\"{}$<>]{4,}",
+            r"(://[^/\s:@'\"]*:)[^/\s@'\"{}$<>]{2,}(?=@)")
+
+
 def redact(text: str, secrets: Iterable[str] = ()) -> str:
     """Return the text with `secrets`, bearer tokens, key parameters and URL passwords masked."""
     for secret in secrets:
         text = text.replace(secret, MASK)
-    text = re.sub(r"(\bBearer\s+)(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,}", r"\g<1>" + MASK, text,
-                  flags=re.I)
-    text = re.sub(r"(\bx-api-key['\"]?\s*[:=]\s*['\"]?)[\w.~+/=-]{8,}", r"\g<1>" + MASK, text,
-                  flags=re.I)
-    text = re.sub(r"([?&](?:api_?key|access_token)=)[^&\s'\"{}$<>]{4,}", r"\g<1>" + MASK, text)
-    return re.sub(r"(://[^/\s:@'\"]*:)[^/\s@'\"{}$<>]{2,}(?=@)", r"\g<1>" + MASK, text)
+    for pattern in _SECRETS:
+        text = re.sub(pattern, r"\g<1>" + MASK, text)
+    return text
 
 
 # ---- stopping and threads
@@ -179,34 +177,33 @@ class Cancel:
     """One turn's stop signal: set() wakes whoever waits by running what on_set registered."""
 
     def __init__(self):
-        self.reason = ""                 # why it was set, for people
-        self._event = threading.Event()
+        self.reason = ""                 # why it was set, for people; "" as long as it is not
         self._lock = threading.RLock()   # a signal handler may set what this thread is just setting
         self._callbacks = []             # guarded by _lock
 
     def set(self, reason: str = "by you") -> None:
         """Stop: run each registered callback once.  Setting it again does nothing."""
         with self._lock:
-            if self._event.is_set():
+            if self.reason:
                 return
-            self.reason = reason
-            self._event.set()
-            callbacks, self._callbacks = self._callbacks, []
+            self.reason, callbacks = reason, list(self._callbacks)
         for callback in callbacks:
             callback()
 
     def is_set(self) -> bool:
         """True once it was set."""
-        return self._event.is_set()
+        return bool(self.reason)
 
     def check(self) -> None:
         """Raise Cancelled if it was set."""
-        if self._event.is_set():
+        if self.reason:
             raise Cancelled(self.reason)
 
     def sleep(self, seconds: float) -> None:
         """Wait that long; raises Cancelled at once when it is set."""
-        self._event.wait(seconds)
+        wake = threading.Event()
+        with self.on_set(wake.set):
+            wake.wait(seconds)
         self.check()
 
     def on_set(self, callback: Callable[[], None]) -> contextlib.ExitStack:
@@ -215,36 +212,30 @@ class Cancel:
         Leaving the returned context forgets the callback: `with cancel.on_set(stop): work()`.
         """
         with self._lock:
-            is_late = self._event.is_set()
-            if not is_late:
-                self._callbacks.append(callback)
+            self._callbacks.append(callback)
+            is_late = self.is_set()
         if is_late:
             callback()
         registered = contextlib.ExitStack()
-        registered.callback(self._forget, callback)
+        registered.callback(self._callbacks.remove, callback)
         return registered
-
-    def _forget(self, callback):
-        with self._lock:
-            if callback in self._callbacks:
-                self._callbacks.remove(callback)
 
 
 class Job:
     """A function running on a thread of its own; wait() gives its value or raises its error."""
 
     def __init__(self, name: str, function: Callable, *arguments):
-        self._end = Cancel()             # set when it has ended
-        self._outcome = None             # (value, error), from then on
+        self._end = Cancel()             # set when it has ended, with a value or an error
+        self._value = self._error = None
         # A daemon, because some calls (a DNS query, say) can't be interrupted, only left behind.
         threading.Thread(target=self._run, args=(function, arguments), name=name,
                          daemon=True).start()
 
     def _run(self, function, arguments):
         try:
-            self._outcome = (function(*arguments), None)
+            self._value = function(*arguments)
         except BaseException as e:       # border: thread entry; wait() raises it again
-            self._outcome = (None, e)
+            self._error = e
         self._end.set()
 
     def wait(self, cancel: Cancel | None = None, timeout_s: float | None = None):
@@ -252,17 +243,17 @@ class Job:
         error = self.error(cancel, timeout_s)
         if error:
             raise error
-        return self._outcome[0]
+        return self._value
 
     def error(self, cancel: Cancel | None = None, timeout_s: float | None = None):
         """Wait as wait() does; return what the function raised, or None."""
         cancel, wake = cancel or Cancel(), threading.Event()
         with self._end.on_set(wake.set), cancel.on_set(wake.set):
             wake.wait(timeout_s)
-        if self._outcome is None:
+        if not self._end.is_set():
             cancel.check()
             raise TimeoutError("still running")
-        return self._outcome[1]
+        return self._error
 
 
 def run_parallel(name: str, functions: list[Callable]) -> list:
@@ -290,10 +281,9 @@ def atomic_write(path: str, data: bytes, mode: int | None = None) -> None:
             f.flush()
             os.fsync(f.fileno())
         if old:
+            with contextlib.suppress(OSError, AttributeError):      # only root may give files away
+                os.chown(temporary, old.st_uid, old.st_gid)
             os.chmod(temporary, bits)
-            if hasattr(os, "chown") and old.st_uid != os.stat(temporary).st_uid:
-                with contextlib.suppress(OSError):        # only root may give files away
-                    os.chown(temporary, old.st_uid, old.st_gid)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -314,15 +304,14 @@ def read_text(path: str) -> str:
 
 # ---- settings
 
-# One .env line, in the dialect of python-dotenv: [export] KEY [= 'quoted' | "quoted" | plain].
+# One .env line in the dialect of python-dotenv: [export] KEY [= 'quoted' | "quoted" | plain] [#...]
 _ENV_LINE = re.compile(r"""
-    [ \t]* (?: export [ \t]+ )?
-    (?: '(?P<quoted_key>[^'\n]+)' | (?P<key>[^=\#\s'"][^=\#\s]*) ) [ \t]*
-    (?: = (?: [ \t]* (?: '(?P<single>(?:\\.|[^'\\])*)' | "(?P<double>(?:\\.|[^"\\])*)" )
-              [ \t]* (?: \#[^\n]* )? (?= \n | \Z )
-            | (?P<plain> (?! [ \t]*['"] ) [^\n]* ) )
-      | (?= [ \t]* (?: \#[^\n]* )? (?: \n | \Z ) ) )""", re.X | re.S)
-_ENV_ESCAPES = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
+    [ \t]* (?: (?: export [ \t]+ )? (?P<key> [^=\#\s'"][^=\#\s]* ) [ \t]* (?: =
+        (?: [ \t]* (?P<quote>['"]) (?P<quoted> (?: \\. | (?!(?P=quote)) [^\\] )* ) (?P=quote)
+          | (?P<plain> (?! [ \t]*['"] ) (?: (?! [ \t]\# ) [^\n] )* ) ) )? )?
+    [ \t]* (?: \#[^\n]* )? (?: \n | \Z )
+    | (?P<bad> [^\n]+ ) \n? """, re.X | re.S)
+_ENV_ESCAPES = {"'": r"\\[\\']", '"': r"\\[\\'\"abfnrtv]"}
 
 
 def parse_dotenv(text: str, environ: dict | None = None) -> tuple[dict, list[int]]:
@@ -332,30 +321,19 @@ def parse_dotenv(text: str, environ: dict | None = None) -> tuple[dict, list[int
     ${NAME} and ${NAME:-default} are looked up in `environ`, then in the lines above.
     Source: python-dotenv's parser and README.
     """
-    text = text.replace("\r\n", "\n").replace("\r", "\n") + "\n"
-    values, bad_lines, at = {}, [], 0
-    while at < len(text):
-        match, line = _ENV_LINE.match(text, at), text[at:text.index("\n", at)]
-        if match:
-            known, value = {**values, **(environ or {})}, _env_value(match)
-            if value is not None:                         # a name alone sets nothing
-                values[match["key"] or match["quoted_key"]] = re.sub(
-                    r"\$\{([^}:]*)(?::-([^}]*))?\}", lambda m: known.get(m[1], m[2] or ""), value)
-            at = match.end()
-        elif not re.match(r"\s*(#|$)", line):
-            bad_lines.append(text.count("\n", 0, at) + 1)
-        at = text.index("\n", at) + 1
+    text, values, bad_lines = re.sub(r"\r\n?", "\n", text), {}, []
+    known = collections.ChainMap(environ or {}, values)
+    for match in _ENV_LINE.finditer(text):
+        value = match["plain"] and match["plain"].strip()
+        if match["bad"]:
+            bad_lines.append(text.count("\n", 0, match.start()) + 1)
+        if match["quote"]:
+            value = re.sub(_ENV_ESCAPES[match["quote"]],
+                           lambda m: m[0].encode().decode("unicode_escape"), match["quoted"])
+        if value is not None:                             # a name alone sets nothing
+            values[match["key"]] = re.sub(r"\$\{([^}:]*)(?::-([^}]*))?\}",
+                                          lambda m: known.get(m[1], m[2] or ""), value)
     return values, bad_lines
-
-
-def _env_value(match):
-    if match["single"] is not None:
-        return re.sub(r"\\([\\'])", r"\1", match["single"])
-    if match["double"] is not None:
-        return re.sub(r"\\([\\'\"abfnrtv])", lambda m: _ENV_ESCAPES.get(m[1], m[1]),
-                      match["double"])
-    plain = match["plain"]
-    return None if plain is None else re.sub(r"\s+#.*", "", plain).strip()
 
 
 class Setting(NamedTuple):

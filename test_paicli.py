@@ -505,7 +505,7 @@ class TestBasics(Case):
             self.assertEqual(good, paicli.clean(dirty))
 
     def test_visible_text_cannot_drive_a_terminal(self):
-        self.assertEqual("a\\x1b[2Jb\\x0d\n\tc", paicli.visible("a\x1b[2Jb\r\n\tc".replace("\r\n", "\r\r\n")))
+        self.assertEqual("a\\x1b[2Jb\\r\n\tc", paicli.visible("a\x1b[2Jb\r\n\tc".replace("\r\n", "\r\r\n")))
         self.assertEqual("x\\u202ey\\x9bz 你", paicli.visible("x\u202ey\x9bz 你"))
 
     def test_secrets_are_masked_wherever_they_stand(self):
