@@ -60,13 +60,13 @@ __version__ = "0.1.0"
 # =============================================================================
 # 1. BASICS
 # =============================================================================
-# Everything below is built from a few small things that must never surprise.
+# A few small things that everything below is built from, and that must never surprise.
 #
 #     argv, environment, ./.env, ~/.paicli/.env  -->  load_config  -->  Config (immutable)
 #
-# Errors form one tree: a PaiError is something a person or the model can act on, anything else
-# is a bug.  A Cancel carries "stop now" to whoever waits: callbacks shut
-# sockets and kill processes, so nothing has to poll.  A Job is the only way to start a thread.
+# A PaiError is something a person or the model can act on, anything else is a bug.  A Cancel
+# carries "stop now" to whoever waits: callbacks shut sockets and kill processes, so nothing has
+# to poll.  A Job is the only way to start a thread.
 # Trap: a setting found in a cloned folder's .env was written by a stranger.  It may not raise
 # what runs unasked, choose a program to run, or send the person's key to another host.
 # Simplified: secrets are masked by their exact value and a few patterns; products use scanners.
@@ -81,8 +81,9 @@ class PaiError(Exception):
     """A failure that a person or the model can act on; its text says how."""
 
 
-class ConfigError(PaiError):
-    """The command line, a variable or a configuration file is wrong."""
+class ConfigError(PaiError): """The command line, a variable or a configuration file is wrong."""
+class ToolError(PaiError): """A tool failed; the model reads the text and can try something else."""
+class Cancelled(PaiError): """The turn was stopped, by the person or by a time limit."""
 
 
 class HttpError(PaiError):
@@ -101,14 +102,6 @@ class ModelError(PaiError):
                  retry_after_s: float | None = None):
         self.code, self.is_temporary, self.retry_after_s = code, is_temporary, retry_after_s
         super().__init__(message)
-
-
-class ToolError(PaiError):
-    """A tool failed; the model reads the text and can try something else."""
-
-
-class Cancelled(PaiError):
-    """The turn was stopped, by the person or by a time limit."""
 
 
 # ---- text
@@ -227,16 +220,15 @@ class Job:
     def __init__(self, name: str, function: Callable, *arguments):
         self._end = Cancel()             # set when it has ended, with a value or an error
         self._value = self._error = None
-        # A daemon, because some calls (a DNS query, say) can't be interrupted, only left behind.
-        threading.Thread(target=self._run, args=(function, arguments), name=name,
-                         daemon=True).start()
 
-    def _run(self, function, arguments):
-        try:
-            self._value = function(*arguments)
-        except BaseException as e:       # border: thread entry; wait() raises it again
-            self._error = e
-        self._end.set()
+        def run():
+            try:
+                self._value = function(*arguments)
+            except BaseException as e:   # border: thread entry; wait() raises it again
+                self._error = e
+            self._end.set()
+        # A daemon, because some calls (a DNS query, say) can't be interrupted, only left behind.
+        threading.Thread(target=run, name=name, daemon=True).start()
 
     def wait(self, cancel: Cancel | None = None, timeout_s: float | None = None):
         """Return the function's value.  Raises its error, Cancelled at once, or TimeoutError."""
@@ -272,18 +264,19 @@ def atomic_write(path: str, data: bytes, mode: int | None = None) -> None:
     The permission bits (or `mode`) and owner stay.  Raises OSError; the old file is then untouched.
     """
     old = os.stat(path) if os.path.exists(path) else None
-    bits = mode if mode is not None else stat.S_IMODE(old.st_mode) if old else 0o666
+    if old and mode is None:
+        mode = stat.S_IMODE(old.st_mode)
     temporary = os.path.join(os.path.dirname(path), f".paicli-{random.getrandbits(64):016x}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
-        with open(os.open(temporary, flags, bits), "wb") as f:
+        with open(temporary, "xb") as f:
+            if old:
+                with contextlib.suppress(OSError, AttributeError):       # only root may do it
+                    os.chown(temporary, old.st_uid, old.st_gid)
+            if mode is not None:                          # before there is anything to read
+                os.chmod(temporary, mode)
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
-        if old:
-            with contextlib.suppress(OSError, AttributeError):      # only root may give files away
-                os.chown(temporary, old.st_uid, old.st_gid)
-            os.chmod(temporary, bits)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -293,13 +286,11 @@ def atomic_write(path: str, data: bytes, mode: int | None = None) -> None:
 
 def read_text(path: str) -> str:
     """Return a UTF-8 file's text, "" if there is none.  A BOM is dropped, bad bytes replaced."""
-    if not os.path.isfile(path):         # a folder may be named .env, and a pipe would hang
-        return ""
-    try:
-        with open(path, "rb") as f:
-            return f.read().decode("utf-8-sig", "replace")
-    except OSError:                      # not ours to read
-        return ""
+    with contextlib.suppress(OSError):                    # not ours to read
+        if os.path.isfile(path):                          # a folder may be named .env; a pipe hangs
+            with open(path, "rb") as f:
+                return f.read().decode("utf-8-sig", "replace")
+    return ""
 
 
 # ---- settings
@@ -356,8 +347,8 @@ class Config(NamedTuple):
     show: str = ""                       # "help" or "version" was asked for
     max_rounds: int = 50
     token_budget: int = 0                # tokens a turn may use; 0: no limit
-    turn_timeout_s: float = 0            # 0: no limit
-    command_timeout_s: float = 120
+    turn_timeout_s: float = 0.0          # 0: no limit
+    command_timeout_s: float = 120.0
     context_window: int = 0              # tokens; 0: the model's own
     color: bool = True
     is_dumb: bool = False                # a terminal that knows no escape sequences
@@ -371,6 +362,7 @@ class Config(NamedTuple):
 
 
 OPTIONS = ["demo", "model=", "level=", "yes", "json", "trace", "version", "help"]
+SHORT_OPTIONS = {"-h": "help"}
 # A folder's .env comes with the folder; these would let it run programs or approve itself.
 NOT_FROM_A_PROJECT = ("PAICLI_HOME", "PAICLI_LEVEL", "PAICLI_SANDBOX", "PAICLI_RAG_DIR")
 
@@ -381,6 +373,8 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
     Raises ConfigError for an unknown option or a value that makes no sense.
     """
     options, words = _parse_argv(argv)
+    if "yes" in options or "demo" in options:
+        options["level"] = "3"
     pai_home = os.path.abspath(environ.get("PAICLI_HOME") or os.path.join(home, ".paicli"))
     settings, notices, secrets = {}, [], set()
     for source, path in (("home", os.path.join(pai_home, ".env")),
@@ -388,57 +382,54 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
         known = environ if source == "home" else {}       # a folder may not read the environment
         values, bad = parse_dotenv(read_text(path), known) if path else (environ, [])
         notices += [f"{path}: line {n} is not NAME=value and was skipped" for n in bad]
-        secrets |= {v for k, v in values.items() if k.upper().endswith("API_KEY") and len(v) > 7}
         for name in set(NOT_FROM_A_PROJECT) & set(values) if source == "./.env" else ():
             notices.append(f"./.env sets {name}: a folder may not, so it is not used")
             del values[name]
         settings.update({k: Setting(v, source) for k, v in values.items() if v})
-    config = Config(cwd, pai_home, tuple(words), settings)
-
-    def number(name, default, kind=int):
-        try:
-            value = kind(config.get(name, default))
-        except ValueError:
-            value = -1
-        if not 0 <= value < 1e9:
-            source = settings[name].source
-            raise ConfigError(f"{name}={config.get(name)!r} ({source}) should be a number")
-        return value
-
-    level = options.get("--level", config.get("PAICLI_LEVEL", "1"))
-    if level not in ("1", "2", "3"):
-        raise ConfigError(f"the level should be 1 (read), 2 (write) or 3 (execute), not {level!r}")
-    chosen = settings.get("PAICLI_MODEL", config.model)
-    return config._replace(
-        model=Setting(options["--model"], "command line") if "--model" in options else chosen,
-        level=3 if "--yes" in options or "--demo" in options else int(level),
-        demo="--demo" in options, json="--json" in options, trace="--trace" in options,
-        show=next((o for o in ("help", "version") if "--" + o in options), ""),
-        max_rounds=number("PAICLI_MAX_ROUNDS", 50) or 50,
-        token_budget=number("PAICLI_TOKEN_BUDGET", 0),
-        turn_timeout_s=number("PAICLI_TURN_TIMEOUT_S", 0, float),
-        command_timeout_s=number("PAICLI_COMMAND_TIMEOUT_S", 120, float) or 120,
-        context_window=number("PAICLI_CONTEXT_WINDOW", 0),
+        secrets |= {v for k, v in values.items() if k.upper().endswith("API_KEY") and len(v) > 7}
+    for name, value in options.items():                   # --level 2 is PAICLI_LEVEL=2, and so on
+        settings["PAICLI_" + name.upper()] = Setting(value, "command line")
+    numbers = {name: _number(name, default, settings)
+               for name, default in Config._field_defaults.items() if type(default) in (int, float)}
+    if numbers["level"] not in LEVELS:
+        raise ConfigError(f"there is no level {numbers['level']}: 1 reads, 2 writes, 3 executes")
+    return Config(
+        cwd, pai_home, tuple(words), settings, **numbers,
+        model=settings.get("PAICLI_MODEL", Config._field_defaults["model"]),
+        demo="demo" in options, json="json" in options, trace="trace" in options,
+        show=next((o for o in ("help", "version") if o in options), ""),
         color=not environ.get("NO_COLOR"), is_dumb=environ.get("TERM") == "dumb",
-        proxies=proxies_in(environ),
-        secrets=tuple(sorted(secrets, key=len, reverse=True)), notices=tuple(notices))
+        proxies=proxies_in(environ), notices=tuple(notices),
+        secrets=tuple(sorted(secrets, key=len, reverse=True)))
 
 
 def _parse_argv(argv):
     """-> (options, words).  Options may stand anywhere, but what follows a /command is its own."""
+    short = "".join(SHORT_OPTIONS).replace("-", "")
     try:
-        found, words = getopt.getopt(argv, "h", OPTIONS)
+        found, words = getopt.getopt(argv, short, OPTIONS)
         if not words or not words[0].startswith("/"):
-            found, words = getopt.gnu_getopt(argv, "h", OPTIONS)
+            found, words = getopt.gnu_getopt(argv, short, OPTIONS)
     except getopt.GetoptError as e:
         raise ConfigError(f"{e.msg}; see --help") from None
-    return {"--help" if k == "-h" else k: v for k, v in found}, words
+    return {SHORT_OPTIONS.get(name, name[2:]): value for name, value in found}, words
+
+
+def _number(name, default, settings):
+    """The value of PAICLI_NAME, which sets the field `name` of Config, in its default's type."""
+    variable = "PAICLI_" + name.upper()
+    text, source = settings.get(variable, (default, "default"))
+    with contextlib.suppress(ValueError):
+        value = type(default)(text)
+        if 0 < value < 1e9 or value == default:
+            return value
+    raise ConfigError(f"{variable}={text!r} ({source}) should be a number above 0")
 
 
 def proxies_in(environ: dict) -> dict:
     """Return {"http": URL, "https": URL, "no": hosts} from *_proxy variables; lower case wins."""
-    names = sorted(environ)                               # upper case sorts first, so lower wins
-    found = {n.lower()[:-6]: environ[n] for n in names if n.lower().endswith("_proxy")}
+    upper_first = sorted(environ)                         # so that lower case wins
+    found = {n.lower()[:-6]: environ[n] for n in upper_first if n.lower().endswith("_proxy")}
     if not found and sys.platform in ("darwin", "win32"):
         import urllib.request                             # slow to import, so only where needed
         found = urllib.request.getproxies()               # the system's own settings

@@ -450,7 +450,7 @@ class TestTheBook(unittest.TestCase):
 
     def test_text_is_always_read_as_utf_8(self):
         self.assertEqual([], [line for line in self.source.split("\n") if re.search(r"\bopen\(", line)
-                              and not re.search(r'"[rw]b"|os\.open|encoding=|\.open\(|def open|^#', line)])
+                              and not re.search(r'"[rwx]b"|os\.open|encoding=|\.open\(|def open|^#', line)])
 
     def test_importing_it_does_nothing(self):
         code = ("import sys, os, threading\nbefore = set(os.listdir('.')); import paicli\n"
