@@ -77,10 +77,7 @@ MASK = "[masked-secret]"
 LEVELS = {1: "read", 2: "write", 3: "execute"}
 
 
-class PaiError(Exception):
-    """A failure that a person or the model can act on; its text says how."""
-
-
+class PaiError(Exception): """A failure that a person or the model can act on; its text says how."""
 class ConfigError(PaiError): """The command line, a variable or a configuration file is wrong."""
 class ToolError(PaiError): """A tool failed; the model reads the text and can try something else."""
 class Cancelled(PaiError): """The turn was stopped, by the person or by a time limit."""
@@ -107,18 +104,12 @@ class ModelError(PaiError):
 # ---- text
 
 def clean(text: str) -> str:
-    """Return text that is valid Unicode: surrogate pairs joined, lone ones as U+FFFD.
-
-    "\\ud83d\\ude00" -> one emoji;  "caf\\udce9" -> "caf\\ufffd"
-    """
+    """Return text that is valid Unicode: surrogate pairs joined, lone ones as U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def visible(text: str) -> str:
-    """Return text that is safe to print: control and direction characters as escapes.
-
-    Newlines and tabs stay: "a\\x1b[2Jb" -> "a\\\\x1b[2Jb"
-    """
+    """Return text that is safe to print: of the control characters only \\n and \\t stay."""
     return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]",
                   lambda match: match[0].encode("unicode_escape").decode("ascii"),
                   text.replace("\r\n", "\n"))
@@ -148,18 +139,14 @@ def clip(text: str, limit: int) -> str:
     return f"{text[:head]}\n[... {len(text) - limit} characters left out ...]\n{text[-tail:]}"
 
 
-# What stands before a secret, in brackets, and the secret.
-_SECRETS = (r"(?i)(\bBearer\s+)(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,}",
-            r"(?i)(\bx-api-key['\"]?\s*[:=]\s*['\"]?)[\w.~+/=-]{8,}",
-            r"([?&](?:api_?key|access_token)=)[^&\s'\"{}$<>]{4,}",
-            r"(://[^/\s:@'\"]*:)[^/\s@'\"{}$<>]{2,}(?=@)")
-
-
 def redact(text: str, secrets: Iterable[str] = ()) -> str:
     """Return the text with `secrets`, bearer tokens, key parameters and URL passwords masked."""
     for secret in secrets:
         text = text.replace(secret, MASK)
-    for pattern in _SECRETS:
+    for pattern in (r"(?i)(\bBearer\s+)(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,}",
+                    r"(?i)(\bx-api-key['\"]?\s*[:=]\s*['\"]?)[\w.~+/=-]{8,}",
+                    r"([?&](?:api_?key|access_token)=)[^&\s'\"{}$<>]{4,}",
+                    r"(://[^/\s:@'\"]*:)[^/\s@'\"{}$<>]{2,}(?=@)"):
         text = re.sub(pattern, r"\g<1>" + MASK, text)
     return text
 
@@ -249,9 +236,7 @@ class Job:
 
 
 def run_parallel(name: str, functions: list[Callable]) -> list:
-    """Run the functions side by side; their values in order.  One alone runs right here."""
-    if len(functions) == 1:
-        return [functions[0]()]
+    """Run the functions side by side; return their values in order."""
     jobs = [Job(name, function) for function in functions]
     return [job.wait() for job in jobs]
 
@@ -259,19 +244,19 @@ def run_parallel(name: str, functions: list[Callable]) -> list:
 # ---- files
 
 def atomic_write(path: str, data: bytes, mode: int | None = None) -> None:
-    """Replace the file's content in one step, so no crash or full disk leaves half a file.
+    """Replace the file's content in one step; `mode` or its permission bits, and its owner, stay.
 
-    The permission bits (or `mode`) and owner stay.  Raises OSError; the old file is then untouched.
+    Raises OSError, and then, as after a crash or on a full disk, the old file is untouched.
     """
     old = os.stat(path) if os.path.exists(path) else None
+    owner = (old.st_uid, old.st_gid) if old else (-1, -1)               # -1: leave it
     if old and mode is None:
         mode = stat.S_IMODE(old.st_mode)
     temporary = os.path.join(os.path.dirname(path), f".paicli-{random.getrandbits(64):016x}.tmp")
     try:
         with open(temporary, "xb") as f:
-            if old:
-                with contextlib.suppress(OSError, AttributeError):       # only root may do it
-                    os.chown(temporary, old.st_uid, old.st_gid)
+            with contextlib.suppress(OSError, AttributeError):           # only root may do it
+                os.chown(temporary, *owner)
             if mode is not None:                          # before there is anything to read
                 os.chmod(temporary, mode)
             f.write(data)
@@ -310,7 +295,6 @@ def parse_dotenv(text: str, environ: dict | None = None) -> tuple[dict, list[int
 
     "A=abc#def\\nB=abc #def\\nC='x y'" -> ({"A": "abc#def", "B": "abc", "C": "x y"}, [])
     ${NAME} and ${NAME:-default} are looked up in `environ`, then in the lines above.
-    Source: python-dotenv's parser and README.
     """
     text, values, bad_lines = re.sub(r"\r\n?", "\n", text), {}, []
     known = collections.ChainMap(environ or {}, values)
@@ -328,7 +312,7 @@ def parse_dotenv(text: str, environ: dict | None = None) -> tuple[dict, list[int
 
 
 class Setting(NamedTuple):
-    """A variable's value, and where it was set: "environment", "./.env" or "home"."""
+    """A value and where it was set: "command line", "environment", "./.env" or "home"."""
     value: str
     source: str
 
@@ -445,9 +429,8 @@ def proxies_in(environ: dict) -> dict:
 #
 # Out comes a body (bytes, JSON or server-sent events), or an HttpError.  http.client is used
 # directly, as urllib.request opens a new connection (https: 0.1 s of CPU) for every request.
-# Trap: a timeout counts the silence between two bytes, not the whole answer, and nothing can
-# interrupt a connect or a read.  So a connect is a Job that may be left behind, and Cancel shuts
-# the socket under a read.
+# Trap: a timeout counts the silence between two bytes, and nothing can interrupt a connect or a
+# read.  So a connect is a Job that may be left behind, and Cancel shuts the socket under a read.
 # Simplified: HTTP/1.1 only, no compression, proxies by http:// only, no redirects.
 # Tests: TestHttp (exercise, 3 of 3 stars).
 
@@ -516,10 +499,9 @@ class HttpReply:
 
 
 def sse_events(lines: Iterable[bytes]) -> Iterator[tuple[str, str]]:
-    """Parse server-sent events: lines of bytes -> (event name, data) pairs.
+    """Parse server-sent events: b"data: a\\n", b"data: b\\n", b"\\n" -> ("message", "a\\nb").
 
-    b"data: a\\n", b"data: b\\n", b"\\n" -> ("message", "a\\nb").  An event that ends with the
-    stream is given too; whoever parses its data notices if it was cut.
+    An event that ends with the stream is given too; whoever parses its data notices if it was cut.
     Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
     """
     name, data = "", []
@@ -656,10 +638,8 @@ def json_bytes(value) -> bytes:
 
 
 def _shut(sock):
-    """Wake whoever reads this socket on another thread, as close() would not.
-
-    Not sock.shutdown(): that of a TLS socket ends encryption first, with a write perhaps under way.
-    """
+    """Wake whoever reads this socket on another thread, as close() would not."""
+    # Not sock.shutdown(): that of a TLS socket ends encryption first, perhaps under a write.
     with contextlib.suppress(OSError):
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
