@@ -63,13 +63,13 @@ __version__ = "0.1.0"
 # =============================================================================
 # 1. BASICS
 # =============================================================================
-# Everything below is built from a few small things that must never surprise.
+# A few small things that everything below is built from, and that must never surprise.
 #
 #     argv, environment, ./.env, ~/.paicli/.env  -->  load_config  -->  Config (immutable)
 #
-# Errors form one tree: a PaiError is something a person or the model can act on, anything else
-# is a bug.  A Cancel carries "stop now" to whoever waits: callbacks shut
-# sockets and kill processes, so nothing has to poll.  A Job is the only way to start a thread.
+# A PaiError is something a person or the model can act on, anything else is a bug.  A Cancel
+# carries "stop now" to whoever waits: callbacks shut sockets and kill processes, so nothing has
+# to poll.  A Job is the only way to start a thread.
 # Trap: a setting found in a cloned folder's .env was written by a stranger.  It may not raise
 # what runs unasked, choose a program to run, or send the person's key to another host.
 # Simplified: secrets are masked by their exact value and a few patterns; products use scanners.
@@ -80,12 +80,10 @@ MASK = "[masked-secret]"
 LEVELS = {1: "read", 2: "write", 3: "execute"}
 
 
-class PaiError(Exception):
-    """A failure that a person or the model can act on; its text says how."""
-
-
-class ConfigError(PaiError):
-    """The command line, a variable or a configuration file is wrong."""
+class PaiError(Exception): """A failure that a person or the model can act on; its text says how."""
+class ConfigError(PaiError): """The command line, a variable or a configuration file is wrong."""
+class ToolError(PaiError): """A tool failed; the model reads the text and can try something else."""
+class Cancelled(PaiError): """The turn was stopped, by the person or by a time limit."""
 
 
 class HttpError(PaiError):
@@ -106,38 +104,18 @@ class ModelError(PaiError):
         super().__init__(message)
 
 
-class ToolError(PaiError):
-    """A tool failed; the model reads the text and can try something else."""
-
-
-class Cancelled(PaiError):
-    """The turn was stopped, by the person or by a time limit."""
-
-
 # ---- text
 
 def clean(text: str) -> str:
-    """Return text that is valid Unicode: surrogate pairs joined, lone ones as U+FFFD.
-
-    "\\ud83d\\ude00" -> one emoji;  "caf\\udce9" -> "caf\\ufffd"
-    """
-    try:
-        text.encode("utf-8")
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    """Return text that is valid Unicode: surrogate pairs joined, lone ones as U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def visible(text: str) -> str:
-    """Return text that is safe to print: control and direction characters as escapes.
-
-    Newlines and tabs stay: "a\\x1b[2Jb" -> "a\\\\x1b[2Jb"
-    """
-    def escape(match):
-        code = ord(match[0])
-        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    """Return text that is safe to print: of the control characters only \\n and \\t stay."""
     return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]",
-                  escape, text.replace("\r\n", "\n"))
+                  lambda match: match[0].encode("unicode_escape").decode("ascii"),
+                  text.replace("\r\n", "\n"))
 
 
 def one_line(text: str, limit: int = 200) -> str:
@@ -168,12 +146,12 @@ def redact(text: str, secrets: Iterable[str] = ()) -> str:
     """Return the text with `secrets`, bearer tokens, key parameters and URL passwords masked."""
     for secret in secrets:
         text = text.replace(secret, MASK)
-    text = re.sub(r"(\bBearer\s+)(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,}", r"\g<1>" + MASK, text,
-                  flags=re.I)
-    text = re.sub(r"(\bx-api-key['\"]?\s*[:=]\s*['\"]?)[\w.~+/=-]{8,}", r"\g<1>" + MASK, text,
-                  flags=re.I)
-    text = re.sub(r"([?&](?:api_?key|access_token)=)[^&\s'\"{}$<>]{4,}", r"\g<1>" + MASK, text)
-    return re.sub(r"(://[^/\s:@'\"]*:)[^/\s@'\"{}$<>]{2,}(?=@)", r"\g<1>" + MASK, text)
+    for pattern in (r"(?i)(\bBearer\s+)(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,}",
+                    r"(?i)(\bx-api-key['\"]?\s*[:=]\s*['\"]?)[\w.~+/=-]{8,}",
+                    r"([?&](?:api_?key|access_token)=)[^&\s'\"{}$<>]{4,}",
+                    r"(://[^/\s:@'\"]*:)[^/\s@'\"{}$<>]{2,}(?=@)"):
+        text = re.sub(pattern, r"\g<1>" + MASK, text)
+    return text
 
 
 # ---- stopping and threads
@@ -182,34 +160,33 @@ class Cancel:
     """One turn's stop signal: set() wakes whoever waits by running what on_set registered."""
 
     def __init__(self):
-        self.reason = ""                 # why it was set, for people
-        self._event = threading.Event()
+        self.reason = ""                 # why it was set, for people; "" as long as it is not
         self._lock = threading.RLock()   # a signal handler may set what this thread is just setting
         self._callbacks = []             # guarded by _lock
 
     def set(self, reason: str = "by you") -> None:
         """Stop: run each registered callback once.  Setting it again does nothing."""
         with self._lock:
-            if self._event.is_set():
+            if self.reason:
                 return
-            self.reason = reason
-            self._event.set()
-            callbacks, self._callbacks = self._callbacks, []
+            self.reason, callbacks = reason, list(self._callbacks)
         for callback in callbacks:
             callback()
 
     def is_set(self) -> bool:
         """True once it was set."""
-        return self._event.is_set()
+        return bool(self.reason)
 
     def check(self) -> None:
         """Raise Cancelled if it was set."""
-        if self._event.is_set():
+        if self.reason:
             raise Cancelled(self.reason)
 
     def sleep(self, seconds: float) -> None:
         """Wait that long; raises Cancelled at once when it is set."""
-        self._event.wait(seconds)
+        wake = threading.Event()
+        with self.on_set(wake.set):
+            wake.wait(seconds)
         self.check()
 
     def on_set(self, callback: Callable[[], None]) -> contextlib.ExitStack:
@@ -218,60 +195,51 @@ class Cancel:
         Leaving the returned context forgets the callback: `with cancel.on_set(stop): work()`.
         """
         with self._lock:
-            is_late = self._event.is_set()
-            if not is_late:
-                self._callbacks.append(callback)
+            self._callbacks.append(callback)
+            is_late = self.is_set()
         if is_late:
             callback()
         registered = contextlib.ExitStack()
-        registered.callback(self._forget, callback)
+        registered.callback(self._callbacks.remove, callback)
         return registered
-
-    def _forget(self, callback):
-        with self._lock:
-            if callback in self._callbacks:
-                self._callbacks.remove(callback)
 
 
 class Job:
     """A function running on a thread of its own; wait() gives its value or raises its error."""
 
     def __init__(self, name: str, function: Callable, *arguments):
-        self._end = Cancel()             # set when it has ended
-        self._outcome = None             # (value, error), from then on
-        # A daemon, because some calls (a DNS query, say) can't be interrupted, only left behind.
-        threading.Thread(target=self._run, args=(function, arguments), name=name,
-                         daemon=True).start()
+        self._end = Cancel()             # set when it has ended, with a value or an error
+        self._value = self._error = None
 
-    def _run(self, function, arguments):
-        try:
-            self._outcome = (function(*arguments), None)
-        except BaseException as e:       # border: thread entry; wait() raises it again
-            self._outcome = (None, e)
-        self._end.set()
+        def run():
+            try:
+                self._value = function(*arguments)
+            except BaseException as e:   # border: thread entry; wait() raises it again
+                self._error = e
+            self._end.set()
+        # A daemon, because some calls (a DNS query, say) can't be interrupted, only left behind.
+        threading.Thread(target=run, name=name, daemon=True).start()
 
     def wait(self, cancel: Cancel | None = None, timeout_s: float | None = None):
         """Return the function's value.  Raises its error, Cancelled at once, or TimeoutError."""
         error = self.error(cancel, timeout_s)
         if error:
             raise error
-        return self._outcome[0]
+        return self._value
 
     def error(self, cancel: Cancel | None = None, timeout_s: float | None = None):
         """Wait as wait() does; return what the function raised, or None."""
         cancel, wake = cancel or Cancel(), threading.Event()
         with self._end.on_set(wake.set), cancel.on_set(wake.set):
             wake.wait(timeout_s)
-        if self._outcome is None:
+        if not self._end.is_set():
             cancel.check()
             raise TimeoutError("still running")
-        return self._outcome[1]
+        return self._error
 
 
 def run_parallel(name: str, functions: list[Callable]) -> list:
-    """Run the functions side by side; their values in order.  One alone runs right here."""
-    if len(functions) == 1:
-        return [functions[0]()]
+    """Run the functions side by side; return their values in order."""
     jobs = [Job(name, function) for function in functions]
     return [job.wait() for job in jobs]
 
@@ -279,24 +247,24 @@ def run_parallel(name: str, functions: list[Callable]) -> list:
 # ---- files
 
 def atomic_write(path: str, data: bytes, mode: int | None = None) -> None:
-    """Replace the file's content in one step, so no crash or full disk leaves half a file.
+    """Replace the file's content in one step; `mode` or its permission bits, and its owner, stay.
 
-    The permission bits (or `mode`) and owner stay.  Raises OSError; the old file is then untouched.
+    Raises OSError, and then, as after a crash or on a full disk, the old file is untouched.
     """
     old = os.stat(path) if os.path.exists(path) else None
-    bits = mode if mode is not None else stat.S_IMODE(old.st_mode) if old else 0o666
+    owner = (old.st_uid, old.st_gid) if old else (-1, -1)               # -1: leave it
+    if old and mode is None:
+        mode = stat.S_IMODE(old.st_mode)
     temporary = os.path.join(os.path.dirname(path), f".paicli-{random.getrandbits(64):016x}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
-        with open(os.open(temporary, flags, bits), "wb") as f:
+        with open(temporary, "xb") as f:
+            with contextlib.suppress(OSError, AttributeError):           # only root may do it
+                os.chown(temporary, *owner)
+            if mode is not None:                          # before there is anything to read
+                os.chmod(temporary, mode)
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
-        if old:
-            os.chmod(temporary, bits)
-            if hasattr(os, "chown") and old.st_uid != os.stat(temporary).st_uid:
-                with contextlib.suppress(OSError):        # only root may give files away
-                    os.chown(temporary, old.st_uid, old.st_gid)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -316,26 +284,23 @@ def append_private(path: str, line: str) -> None:
 
 def read_text(path: str) -> str:
     """Return a UTF-8 file's text, "" if there is none.  A BOM is dropped, bad bytes replaced."""
-    if not os.path.isfile(path):         # a folder may be named .env, and a pipe would hang
-        return ""
-    try:
-        with open(path, "rb") as f:
-            return f.read().decode("utf-8-sig", "replace")
-    except OSError:                      # not ours to read
-        return ""
+    with contextlib.suppress(OSError):                    # not ours to read
+        if os.path.isfile(path):                          # a folder may be named .env; a pipe hangs
+            with open(path, "rb") as f:
+                return f.read().decode("utf-8-sig", "replace")
+    return ""
 
 
 # ---- settings
 
-# One .env line, in the dialect of python-dotenv: [export] KEY [= 'quoted' | "quoted" | plain].
+# One .env line in the dialect of python-dotenv: [export] KEY [= 'quoted' | "quoted" | plain] [#...]
 _ENV_LINE = re.compile(r"""
-    [ \t]* (?: export [ \t]+ )?
-    (?: '(?P<quoted_key>[^'\n]+)' | (?P<key>[^=\#\s'"][^=\#\s]*) ) [ \t]*
-    (?: = (?: [ \t]* (?: '(?P<single>(?:\\.|[^'\\])*)' | "(?P<double>(?:\\.|[^"\\])*)" )
-              [ \t]* (?: \#[^\n]* )? (?= \n | \Z )
-            | (?P<plain> (?! [ \t]*['"] ) [^\n]* ) )
-      | (?= [ \t]* (?: \#[^\n]* )? (?: \n | \Z ) ) )""", re.X | re.S)
-_ENV_ESCAPES = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
+    [ \t]* (?: (?: export [ \t]+ )? (?P<key> [^=\#\s'"][^=\#\s]* ) [ \t]* (?: =
+        (?: [ \t]* (?P<quote>['"]) (?P<quoted> (?: \\. | (?!(?P=quote)) [^\\] )* ) (?P=quote)
+          | (?P<plain> (?! [ \t]*['"] ) (?: (?! [ \t]\# ) [^\n] )* ) ) )? )?
+    [ \t]* (?: \#[^\n]* )? (?: \n | \Z )
+    | (?P<bad> [^\n]+ ) \n? """, re.X | re.S)
+_ENV_ESCAPES = {"'": r"\\[\\']", '"': r"\\[\\'\"abfnrtv]"}
 
 
 def parse_dotenv(text: str, environ: dict | None = None) -> tuple[dict, list[int]]:
@@ -343,36 +308,24 @@ def parse_dotenv(text: str, environ: dict | None = None) -> tuple[dict, list[int
 
     "A=abc#def\\nB=abc #def\\nC='x y'" -> ({"A": "abc#def", "B": "abc", "C": "x y"}, [])
     ${NAME} and ${NAME:-default} are looked up in `environ`, then in the lines above.
-    Source: python-dotenv's parser and README.
     """
-    text = text.replace("\r\n", "\n").replace("\r", "\n") + "\n"
-    values, bad_lines, at = {}, [], 0
-    while at < len(text):
-        match, line = _ENV_LINE.match(text, at), text[at:text.index("\n", at)]
-        if match:
-            known, value = {**values, **(environ or {})}, _env_value(match)
-            if value is not None:                         # a name alone sets nothing
-                values[match["key"] or match["quoted_key"]] = re.sub(
-                    r"\$\{([^}:]*)(?::-([^}]*))?\}", lambda m: known.get(m[1], m[2] or ""), value)
-            at = match.end()
-        elif not re.match(r"\s*(#|$)", line):
-            bad_lines.append(text.count("\n", 0, at) + 1)
-        at = text.index("\n", at) + 1
+    text, values, bad_lines = re.sub(r"\r\n?", "\n", text), {}, []
+    known = collections.ChainMap(environ or {}, values)
+    for match in _ENV_LINE.finditer(text):
+        value = match["plain"] and match["plain"].strip()
+        if match["bad"]:
+            bad_lines.append(text.count("\n", 0, match.start()) + 1)
+        if match["quote"]:
+            value = re.sub(_ENV_ESCAPES[match["quote"]],
+                           lambda m: m[0].encode().decode("unicode_escape"), match["quoted"])
+        if value is not None:                             # a name alone sets nothing
+            values[match["key"]] = re.sub(r"\$\{([^}:]*)(?::-([^}]*))?\}",
+                                          lambda m: known.get(m[1], m[2] or ""), value)
     return values, bad_lines
 
 
-def _env_value(match):
-    if match["single"] is not None:
-        return re.sub(r"\\([\\'])", r"\1", match["single"])
-    if match["double"] is not None:
-        return re.sub(r"\\([\\'\"abfnrtv])", lambda m: _ENV_ESCAPES.get(m[1], m[1]),
-                      match["double"])
-    plain = match["plain"]
-    return None if plain is None else re.sub(r"\s+#.*", "", plain).strip()
-
-
 class Setting(NamedTuple):
-    """A variable's value, and where it was set: "environment", "./.env" or "home"."""
+    """A value and where it was set: "command line", "environment", "./.env" or "home"."""
     value: str
     source: str
 
@@ -395,8 +348,8 @@ class Config(NamedTuple):
     sandbox: tuple = ()                  # argv in front of every command
     max_rounds: int = 50
     token_budget: int = 0                # tokens a turn may use; 0: no limit
-    turn_timeout_s: float = 0            # 0: no limit
-    command_timeout_s: float = 120
+    turn_timeout_s: float = 0.0          # 0: no limit
+    command_timeout_s: float = 120.0
     context_window: int = 0              # tokens; 0: the model's own
     color: bool = True
     is_dumb: bool = False                # a terminal that knows no escape sequences
@@ -409,8 +362,9 @@ class Config(NamedTuple):
         return self.settings.get(name, Setting("", "")).value or default
 
 
-OPTIONS = ["demo", "model=", "level=", "yes", "json", "trace", "version", "help", "continue",
-           "resume=", "clear", "add-dir="]
+OPTIONS = ["continue", "resume=", "clear", "demo", "model=", "level=", "yes", "add-dir=", "json",
+           "trace", "version", "help"]
+SHORT_OPTIONS = {"-h": "help", "-c": "continue"}
 # A folder's .env comes with the folder; these would let it run programs or approve itself.
 NOT_FROM_A_PROJECT = ("PAICLI_HOME", "PAICLI_LEVEL", "PAICLI_SANDBOX", "PAICLI_RAG_DIR")
 
@@ -421,6 +375,8 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
     Raises ConfigError for an unknown option or a value that makes no sense.
     """
     options, words = _parse_argv(argv)
+    if "yes" in options or "demo" in options:
+        options["level"] = "3"
     pai_home = os.path.abspath(environ.get("PAICLI_HOME") or os.path.join(home, ".paicli"))
     settings, notices, secrets = {}, [], set()
     for source, path in (("home", os.path.join(pai_home, ".env")),
@@ -428,57 +384,75 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
         known = environ if source == "home" else {}       # a folder may not read the environment
         values, bad = parse_dotenv(read_text(path), known) if path else (environ, [])
         notices += [f"{path}: line {n} is not NAME=value and was skipped" for n in bad]
-        secrets |= {v for k, v in values.items() if k.upper().endswith("API_KEY") and len(v) > 7}
         for name in set(NOT_FROM_A_PROJECT) & set(values) if source == "./.env" else ():
             notices.append(f"./.env sets {name}: a folder may not, so it is not used")
             del values[name]
         settings.update({k: Setting(v, source) for k, v in values.items() if v})
-    config = Config(cwd, pai_home, tuple(words), settings)
-
-    def number(name, default, kind=int):
-        try:
-            value = kind(config.get(name, default))
-        except ValueError:
-            value = -1
-        if not 0 <= value < 1e9:
-            source = settings[name].source
-            raise ConfigError(f"{name}={config.get(name)!r} ({source}) should be a number")
-        return value
-
-    level = options.get("--level", config.get("PAICLI_LEVEL", "1"))
-    if level not in ("1", "2", "3"):
-        raise ConfigError(f"the level should be 1 (read), 2 (write) or 3 (execute), not {level!r}")
-    chosen = settings.get("PAICLI_MODEL", config.model)
-    return config._replace(
-        model=Setting(options["--model"], "command line") if "--model" in options else chosen,
-        level=3 if "--yes" in options or "--demo" in options else int(level),
-        demo="--demo" in options, json="--json" in options, trace="--trace" in options,
-        show=next((o for o in ("help", "version") if "--" + o in options), ""),
-        max_rounds=number("PAICLI_MAX_ROUNDS", 50) or 50,
-        token_budget=number("PAICLI_TOKEN_BUDGET", 0),
-        turn_timeout_s=number("PAICLI_TURN_TIMEOUT_S", 0, float),
-        command_timeout_s=number("PAICLI_COMMAND_TIMEOUT_S", 120, float) or 120,
-        context_window=number("PAICLI_CONTEXT_WINDOW", 0),
+        secrets |= {v for k, v in values.items() if k.upper().endswith("API_KEY") and len(v) > 7}
+    for name, value in options.items():                   # --level 2 is PAICLI_LEVEL=2, and so on
+        settings["PAICLI_" + name.upper()] = Setting(value, "command line")
+    numbers = {name: _number(name, default, settings)
+               for name, default in Config._field_defaults.items() if type(default) in (int, float)}
+    if numbers["level"] not in LEVELS:
+        raise ConfigError(f"there is no level {numbers['level']}: 1 reads, 2 writes, 3 executes")
+    return Config(
+        cwd, pai_home, tuple(words), settings, **numbers,
+        model=settings.get("PAICLI_MODEL", Config._field_defaults["model"]),
+        resume=options.get("resume", "last" if "continue" in options else ""),
+        clear="clear" in options, add_dirs=_folders(options.get("add-dir", ""), cwd),
+        sandbox=_argv(settings.get("PAICLI_SANDBOX", Setting("", ""))),
+        demo="demo" in options, json="json" in options, trace="trace" in options,
+        show=next((o for o in ("help", "version") if o in options), ""),
         color=not environ.get("NO_COLOR"), is_dumb=environ.get("TERM") == "dumb",
-        proxies=proxies_in(environ),
-        secrets=tuple(sorted(secrets, key=len, reverse=True)), notices=tuple(notices))
+        proxies=proxies_in(environ), notices=tuple(notices),
+        secrets=tuple(sorted(secrets, key=len, reverse=True)))
 
 
 def _parse_argv(argv):
     """-> (options, words).  Options may stand anywhere, but what follows a /command is its own."""
+    short = "".join(SHORT_OPTIONS).replace("-", "")
     try:
-        found, words = getopt.getopt(argv, "h", OPTIONS)
+        found, words = getopt.getopt(argv, short, OPTIONS)
         if not words or not words[0].startswith("/"):
-            found, words = getopt.gnu_getopt(argv, "h", OPTIONS)
+            found, words = getopt.gnu_getopt(argv, short, OPTIONS)
     except getopt.GetoptError as e:
         raise ConfigError(f"{e.msg}; see --help") from None
-    return {"--help" if k == "-h" else k: v for k, v in found}, words
+    options = {SHORT_OPTIONS.get(name, name[2:]): value for name, value in found}
+    options["add-dir"] = "\n".join(value for name, value in found if name == "--add-dir")
+    return options, words
+
+
+def _folders(lines, cwd):
+    folders = tuple(os.path.join(cwd, os.path.expanduser(f)) for f in lines.split("\n") if f)
+    for folder in folders:
+        if not os.path.isdir(folder):
+            raise ConfigError(f"--add-dir {folder}: there is no such folder")
+    return folders
+
+
+def _argv(setting):
+    import shlex
+    try:
+        return tuple(shlex.split(setting.value))
+    except ValueError as e:
+        raise ConfigError(f"PAICLI_SANDBOX={setting.value!r} ({setting.source}): {e}") from None
+
+
+def _number(name, default, settings):
+    """The value of PAICLI_NAME, which sets the field `name` of Config, in its default's type."""
+    variable = "PAICLI_" + name.upper()
+    text, source = settings.get(variable, (default, "default"))
+    with contextlib.suppress(ValueError):
+        value = type(default)(text)
+        if 0 < value < 1e9 or value == default:
+            return value
+    raise ConfigError(f"{variable}={text!r} ({source}) should be a number above 0")
 
 
 def proxies_in(environ: dict) -> dict:
     """Return {"http": URL, "https": URL, "no": hosts} from *_proxy variables; lower case wins."""
-    names = sorted(environ)                               # upper case sorts first, so lower wins
-    found = {n.lower()[:-6]: environ[n] for n in names if n.lower().endswith("_proxy")}
+    upper_first = sorted(environ)                         # so that lower case wins
+    found = {n.lower()[:-6]: environ[n] for n in upper_first if n.lower().endswith("_proxy")}
     if not found and sys.platform in ("darwin", "win32"):
         import urllib.request                             # slow to import, so only where needed
         found = urllib.request.getproxies()               # the system's own settings
@@ -492,57 +466,50 @@ def proxies_in(environ: dict) -> dict:
 #
 #     open(method, url, body) --> kept or new connection --> reply --> read to its end --> kept
 #
-# In: a URL, headers, bytes.  Out: a reply whose body is read as bytes, JSON, or a stream of
-# server-sent events; or an HttpError.  http.client is used directly, because urllib.request opens
-# a new connection (and, for https, parses all certificates, 0.1 s) for every request.
-# Trap: a timeout counts the silence between two bytes, not the whole answer, and neither a connect
-# nor a read can be interrupted.  So a connect runs as a Job that may be left behind, and Cancel
-# shuts the socket under a read.
+# Out comes a body (bytes, JSON or server-sent events), or an HttpError.  http.client is used
+# directly, as urllib.request opens a new connection (https: 0.1 s of CPU) for every request.
+# Trap: a timeout counts the silence between two bytes, and nothing can interrupt a connect or a
+# read.  So a connect is a Job that may be left behind, and Cancel shuts the socket under a read.
 # Simplified: HTTP/1.1 only, no compression, proxies by http:// only, no redirects.
 # Tests: TestHttp (exercise, 3 of 3 stars).
 
 CONNECT_TIMEOUT_S = 60
 READ_TIMEOUT_S = 300                     # between two bytes: models think silently for minutes
 MAX_IDLE_S = 60                          # a kept connection is used again only so long
-MAX_LINE_BYTES = 32 << 20                # of one server-sent event
-RETRIES = 4
+MAX_LINE_BYTES = 32 << 20                # of a stream; what is longer comes in pieces
+RETRY_WAITS_S = (0.5, 1, 2, 4)           # each with jitter
 MAX_RETRY_AFTER_S = 120                  # a server that asks for more is not waited for
-
-
-class Route(NamedTuple):
-    """Where a request goes: `url` is split once; `proxy` is None or the proxy's URL, split."""
-    url: urllib.parse.SplitResult
-    proxy: urllib.parse.SplitResult | None
-
-    @property
-    def key(self) -> tuple:
-        """What a kept connection is found by."""
-        return self.url.scheme, self.url.hostname, self.url.port, self.proxy
-
-    @property
-    def target(self) -> str:
-        """What stands in the request line; a proxy for plain http wants the whole URL."""
-        path = urllib.parse.quote((self.url.path or "/") + ("?" + self.url.query
-                                                            if self.url.query else ""),
-                                  safe="/%?&=+:;,@!$'()*[]~-._")
-        if self.proxy and self.url.scheme == "http":
-            return f"http://{self.url.netloc.rpartition('@')[2]}{path}"
-        return path
 
 
 def is_loopback(host: str) -> bool:
     """True for this machine: localhost, 127.x.x.x, ::1."""
-    return host == "localhost" or host.endswith(".localhost") or host == "::1" \
-        or re.fullmatch(r"127(\.\d{1,3}){3}", host) is not None
+    return bool(re.fullmatch(r"(.+\.)?localhost|127(\.\d{1,3}){3}|::1", host))
 
 
-def proxy_login(proxy: urllib.parse.SplitResult) -> dict:
+def _split(url, schemes, complaint):
+    """-> SplitResult of a URL with one of these schemes.  Raises ConfigError(complaint)."""
+    with contextlib.suppress(ValueError):                 # urlsplit raises it, and .port too
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme in schemes and parts.hostname and parts.port != 0:
+            return parts
+    raise ConfigError(complaint)
+
+
+def _target(url, proxy):
+    """What stands in the request line; a proxy for plain http wants the whole URL."""
+    path = urllib.parse.quote((url.path or "/") + (url.query and "?" + url.query),
+                              safe="/%?&=+:;,@!$'()*[]~-._")
+    if proxy and url.scheme == "http":
+        return f"http://{url.netloc.rpartition('@')[2]}{path}"
+    return path
+
+
+def _proxy_login(proxy):
     """-> {"Proxy-Authorization": "Basic ..."} for a proxy URL with a user name, else {}."""
-    if proxy.username is None:
+    if not proxy or proxy.username is None:
         return {}
-    pair = ":".join(urllib.parse.unquote(part or "") for part in (proxy.username, proxy.password))
-    login = base64.b64encode(pair.encode("utf-8")).decode("ascii")
-    return {"Proxy-Authorization": "Basic " + login}
+    login = urllib.parse.unquote(f"{proxy.username}:{proxy.password or ''}")
+    return {"Proxy-Authorization": "Basic " + base64.b64encode(login.encode()).decode()}
 
 
 class HttpReply:
@@ -561,47 +528,33 @@ class HttpReply:
     def json(self):
         """Return the body as JSON.  Raises HttpError that shows what came instead."""
         body = self.read().decode("utf-8", "replace")
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             return json.loads(body)
-        except (ValueError, RecursionError):
-            raise HttpError(self.status, body or "an empty answer where JSON was expected",
-                            self.host) from None
+        raise HttpError(self.status, body or "an empty answer instead of JSON", self.host)
 
     def events(self) -> Iterator[tuple[str, str]]:
-        """Yield each server-sent event as (event, data).  Raises HttpError for an endless line."""
-        def lines():
-            for line in iter(lambda: self._reply.readline(MAX_LINE_BYTES), b""):
-                if len(line) == MAX_LINE_BYTES:
-                    raise HttpError(self.status, "a line without an end", self.host)
-                yield line
-        return sse_events(lines())
+        """Yield each server-sent event as (event, data)."""
+        return sse_events(iter(lambda: self._reply.readline(MAX_LINE_BYTES), b""))
 
 
 def sse_events(lines: Iterable[bytes]) -> Iterator[tuple[str, str]]:
-    """Parse server-sent events: lines of bytes -> (event name, data) pairs.
+    """Parse server-sent events: b"data: a\\n", b"data: b\\n", b"\\n" -> ("message", "a\\nb").
 
-    b"data: a\\n", b"data: b\\n", b"\\n" -> ("message", "a\\nb").  An event that ends with the
-    stream is given too; whoever parses its data notices if it was cut.
+    An event that ends with the stream is given too; whoever parses its data notices if it was cut.
     Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
     """
-    name, data, is_first = "", [], True
-    for raw in lines:
-        raw = raw[3:] if is_first and raw.startswith(b"\xef\xbb\xbf") else raw
-        is_first = False
-        stripped = raw[:-2] if raw.endswith(b"\r\n") else raw[:-1] if raw.endswith(b"\n") else raw
-        for line in stripped.split(b"\r"):
-            field, _, value = line.decode("utf-8", "replace").partition(":")
-            value = value[1:] if value.startswith(" ") else value
-            if line and field == "data":
-                data.append(value)
-            elif line and field == "event":
-                name = value
-            elif not line:
-                if data:
-                    yield name or "message", "\n".join(data)
-                name, data = "", []
-    if data:
-        yield name or "message", "\n".join(data)
+    name, data = "", []
+    for raw in itertools.chain(lines, [b""]):             # the end counts as an empty line
+        line = raw.decode("utf-8", "replace").removeprefix("\ufeff").rstrip("\r\n")
+        field, _, value = line.partition(":")
+        if field == "data":
+            data.append(value.removeprefix(" "))
+        elif field == "event":
+            name = value.removeprefix(" ")
+        elif not line:
+            if data:
+                yield name or "message", "\n".join(data)
+            name, data = "", []
 
 
 class Http:
@@ -609,38 +562,23 @@ class Http:
 
     def __init__(self, proxies: dict | None = None, tls=None):
         self.proxies = proxies or {}     # scheme -> URL, "no" -> hosts that need none
-        self.n_connections = 0           # opened so far
         self._tls = tls                  # ssl.SSLContext; made at the first https, once
-        self._idle = {}                  # Route.key -> [(connection, since)]; guarded by _lock
+        self._idle = {}                  # place -> [(connection, since)]; guarded by _lock
         self._lock = threading.Lock()
 
-    def route(self, url: str) -> Route:
-        """Decide on the parsed host name how a URL is reached.  Raises ConfigError."""
-        try:
-            parts = urllib.parse.urlsplit(url)
-            host, _ = parts.hostname, parts.port
-        except ValueError as e:
-            raise ConfigError(f"not a URL: {one_line(url)} ({e})") from None
-        if parts.scheme not in ("http", "https") or not host:
-            raise ConfigError(f"not an http:// or https:// URL: {one_line(url)}")
-        proxy = self.proxies.get(parts.scheme) or self.proxies.get("all")
-        if not proxy or is_loopback(host) or self._needs_no_proxy(host, parts.port):
-            return Route(parts, None)
-        try:
-            proxy = urllib.parse.urlsplit(proxy if "://" in proxy else "http://" + proxy)
-            is_good = proxy.scheme == "http" and proxy.hostname and proxy.port != 0
-        except ValueError:
-            is_good = False
-        if not is_good:
-            raise ConfigError(f"the {parts.scheme}_proxy variable should be http://HOST:PORT")
-        return Route(parts, proxy)
-
-    def _needs_no_proxy(self, host, port):
-        if not self.proxies.get("no"):
-            return False
-        import urllib.request                             # slow to import, so only where needed
-        return urllib.request.proxy_bypass_environment(f"{host}:{port}" if port else host,
-                                                       self.proxies)
+    def route(self, url: str) -> tuple:
+        """Return the URL and the proxy it needs or None, both split.  Raises ConfigError."""
+        url = _split(url, ("http", "https"), f"not an http:// or https:// URL: {one_line(url)}")
+        proxy = self.proxies.get(url.scheme) or self.proxies.get("all")
+        if not proxy or is_loopback(url.hostname):
+            return url, None
+        if self.proxies.get("no"):
+            import urllib.request                         # slow to import, so only where needed
+            host = f"{url.hostname}:{url.port}" if url.port else url.hostname
+            if urllib.request.proxy_bypass_environment(host, self.proxies):
+                return url, None
+        return url, _split(proxy if "://" in proxy else "http://" + proxy, ("http",),
+                           f"the {url.scheme}_proxy variable should be http://HOST:PORT")
 
     @contextlib.contextmanager
     def open(self, method: str, url: str, body: bytes | None = None, headers: dict | None = None,
@@ -651,106 +589,86 @@ class Http:
         `timeout_s` bounds the silence between two bytes.  Raises HttpError for a status of 300 or
         more and (status 0) when there is no answer or it breaks off, Cancelled at once.
         """
-        cancel, route, connection, reply = cancel or Cancel(), self.route(url), None, None
-        host = route.url.hostname
-        headers = {"User-Agent": f"paicli/{__version__}", **(headers or {})}
-        if route.proxy and route.url.scheme == "http":    # for https it goes with CONNECT
-            headers.update(proxy_login(route.proxy))
+        cancel, (parts, proxy) = cancel or Cancel(), self.route(url)
+        login = _proxy_login(proxy) if parts.scheme == "http" else {}      # else with CONNECT
+        headers = {"User-Agent": f"paicli/{__version__}", **login, **(headers or {})}
+        place, connection, reply = (parts.scheme, parts.netloc, proxy), None, None
         try:
-            connection, reply, sock = self._ask(route, method, body, headers, cancel, timeout_s)
+            connection = self._kept(place) or Job("connect", self._connect, parts, proxy, min(
+                timeout_s, CONNECT_TIMEOUT_S), cancel).wait(cancel)
+            sock = connection.sock                        # http.client may let go of it early
+            sock.settimeout(timeout_s)
             with cancel.on_set(lambda: _shut(sock)):
+                connection.request(method, _target(parts, proxy), body, headers)
+                reply = connection.getresponse()
                 if reply.status >= 300:
-                    text = reply.read(65536).decode("utf-8", "replace")
-                    if reply.status < 400:
-                        text = f"moved to {reply.headers.get('Location')}: correct the URL"
-                    raise HttpError(reply.status, text, host, _retry_after_s(reply.headers))
-                yield HttpReply(reply, host)
-                _drain(reply, sock)
+                    raise _refusal(reply, parts.hostname)
+                yield HttpReply(reply, parts.hostname)
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    sock.settimeout(0.2)                  # read what little is left, or the
+                    reply.read(65536)                     # connection can't be used again
             cancel.check()                                # a shut socket looks like an end
             if reply.isclosed() and connection.sock:
                 with self._lock:
-                    self._idle.setdefault(route.key, []).append((connection, time.monotonic()))
+                    self._idle.setdefault(place, []).append((connection, time.monotonic()))
                 connection = None
         except (OSError, UnicodeError, http.client.HTTPException) as e:
             cancel.check()
-            raise HttpError(0, _why(e, route), host) from e
+            raise HttpError(0, _why(e, parts, proxy), parts.hostname) from e
         finally:
             if connection:
                 connection.close()
             if reply:
                 reply.close()
 
-    def _ask(self, route, method, body, headers, cancel, timeout_s):
-        """-> connection, reply, socket.  A kept connection that the server has closed meanwhile is
-        replaced; what may have reached it is sent again only if that can't do anything twice."""
-        connection = self._kept(route)
-        if connection:
-            try:
-                return _exchange(connection, route, method, body, headers, cancel, timeout_s)
-            except (ConnectionError, http.client.BadStatusLine):
-                cancel.check()
-                if method not in ("GET", "HEAD"):
-                    raise
-        connecting = Job("connect", self._connect, route, min(timeout_s, CONNECT_TIMEOUT_S), cancel)
-        connection = connecting.wait(cancel)
-        return _exchange(connection, route, method, body, headers, cancel, timeout_s)
-
-    def _kept(self, route):
-        """A kept connection that still looks usable, or None."""
+    def _kept(self, place):
+        """-> a kept connection that still looks usable, or None."""
         with self._lock:
-            kept = self._idle.pop(route.key, [])
-        now = time.monotonic()
-        usable = []
-        for connection, since in kept:
-            # Something to read means: the server has closed it.  Routers forget the quiet ones.
-            if now - since > MAX_IDLE_S or select.select([connection.sock], [], [], 0)[0]:
+            kept = self._idle.get(place)
+            while kept:
+                connection, since = kept.pop()
+                # Something to read means: the server has closed it.  Routers forget the quiet ones.
+                is_closed = select.select([connection.sock], [], [], 0)[0]
+                if not is_closed and time.monotonic() - since < MAX_IDLE_S:
+                    return connection
                 connection.close()
-            else:
-                usable.append((connection, since))
-        found = usable.pop()[0] if usable else None
-        with self._lock:
-            self._idle.setdefault(route.key, []).extend(usable)
-        return found
+        return None
 
-    def _connect(self, route, timeout_s, cancel):
-        url, via = route.url, route.proxy or route.url
+    def _connect(self, url, proxy, timeout_s, cancel):
+        """-> a new connection."""
+        at = proxy or url
+        port = at.port or (443 if at.scheme == "https" else 80)
         if url.scheme == "http":
-            connection = http.client.HTTPConnection(via.hostname, via.port or 80, timeout=timeout_s)
+            connection = http.client.HTTPConnection(at.hostname, port, timeout=timeout_s)
         else:
             with self._lock:
-                if self._tls is None:
+                if not self._tls:
                     import ssl
                     self._tls = ssl.create_default_context()
-            port = via.port or (80 if route.proxy else 443)
-            connection = http.client.HTTPSConnection(via.hostname, port, timeout=timeout_s,
+            connection = http.client.HTTPSConnection(at.hostname, port, timeout=timeout_s,
                                                      context=self._tls)
-            if route.proxy:
-                connection.set_tunnel(url.hostname, url.port or 443, proxy_login(route.proxy))
-        try:
-            connection.connect()
-            cancel.check()                                # nobody waits for it any more
-        except BaseException:
+            if proxy:
+                connection.set_tunnel(url.hostname, url.port or 443, _proxy_login(proxy))
+        connection.connect()
+        if cancel.is_set():                               # nobody waits for it any more
             connection.close()
-            raise
-        with self._lock:
-            self.n_connections += 1
+            cancel.check()
         return connection
 
     def json(self, method: str, url: str, payload=None, headers: dict | None = None,
              cancel: Cancel | None = None, timeout_s: float = READ_TIMEOUT_S):
         """Send `payload` as JSON and return the reply's JSON.  Raises HttpError."""
         body = None if payload is None else json_bytes(payload)
-        headers = {"Content-Type": "application/json", "Accept": "application/json",
-                   **(headers or {})}
-        with self.open(method, url, body, headers, cancel, timeout_s) as reply:
+        kind = {"Content-Type": "application/json", "Accept": "application/json"}
+        with self.open(method, url, body, {**kind, **(headers or {})}, cancel, timeout_s) as reply:
             return reply.json()
 
     def close(self) -> None:
         """Close the kept connections."""
         with self._lock:
-            idle, self._idle = self._idle, {}
-        for connection, _ in sum(idle.values(), []):
-            connection.close()
+            for connection, _ in sum(self._idle.values(), []):
+                connection.close()
+            self._idle.clear()
 
 
 def json_bytes(value) -> bytes:
@@ -758,82 +676,55 @@ def json_bytes(value) -> bytes:
     return clean(json.dumps(value, ensure_ascii=False)).encode("utf-8")
 
 
-def _exchange(connection, route, method, body, headers, cancel, timeout_s):
-    sock = connection.sock
-    sock.settimeout(timeout_s)
-    try:
-        with cancel.on_set(lambda: _shut(sock)):
-            connection.request(method, route.target, body, headers)
-            return connection, connection.getresponse(), sock
-    except BaseException:
-        connection.close()
-        raise
-
-
 def _shut(sock):
-    """Wake whoever reads this socket on another thread, as close() would not.
-
-    Not sock.shutdown(): that of a TLS socket ends encryption first, with a write perhaps under way.
-    """
+    """Wake whoever reads this socket on another thread, as close() would not."""
+    # Not sock.shutdown(): that of a TLS socket ends encryption first, perhaps under a write.
     with contextlib.suppress(OSError):
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
-def _drain(reply, sock):
-    """Read what little is left, or the connection can't be used again."""
-    if not reply.isclosed():
-        sock.settimeout(0.2)
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            reply.read(65536)
+def _refusal(reply, host):
+    """-> HttpError for a reply that is no answer, with the seconds the server asks to wait."""
+    from email.utils import parsedate_to_datetime
+    text, wait_s = reply.read(65536).decode("utf-8", "replace"), None
+    if reply.status < 400:
+        text = f"moved to {reply.headers.get('Location')}: correct the URL"
+    after = reply.headers.get("Retry-After", "")          # seconds, or a date
+    with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):
+        wait_s = float(after) if re.fullmatch(r"[\d.]+", after) else max(
+            0.0, parsedate_to_datetime(after).timestamp() - time.time())
+    return HttpError(reply.status, text, host, wait_s)
 
 
-def _why(error, route):
+def _why(error, url, proxy):
     """Say what a person can act on."""
-    proxy = route.proxy
-    via = f" through the proxy {proxy.hostname}:{proxy.port or 80}" if proxy else ""
-    port = route.url.port or route.url.scheme
     reasons = (
         ((socket.timeout, TimeoutError), "no answer in time"),
-        (ConnectionRefusedError, f"connection refused: no server listens on port {port}"),
+        (ConnectionRefusedError, f"connection refused: no server on port {url.port or url.scheme}"),
         (socket.gaierror, "the host name can't be resolved; is the network up?"),
-        ((http.client.IncompleteRead, ConnectionError), "the connection broke off"))
-    said = next((text for kind, text in reasons if isinstance(error, kind)),
-                str(error) or type(error).__name__)
-    return said + via
-
-
-def _retry_after_s(headers):
-    """Seconds to wait that the server asks for, or None.  As seconds or as an HTTP date."""
-    value = headers.get("Retry-After")
-    if value is None:
-        return None
-    with contextlib.suppress(ValueError):
-        return max(0.0, float(value))
-    from email.utils import parsedate_to_datetime
-    with contextlib.suppress(ValueError, TypeError, IndexError):
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    return None
+        ((http.client.IncompleteRead, ConnectionError), "the connection broke off"),
+        (Exception, str(error) or type(error).__name__))
+    said = next(text for kind, text in reasons if isinstance(error, kind))
+    return said + (f" through the proxy {proxy.hostname}:{proxy.port or 80}" if proxy else "")
 
 
 def retry(attempt: Callable, is_temporary: Callable[[PaiError], bool], cancel: Cancel,
           on_retry: Callable[[PaiError, float], None]):
-    """Return attempt()'s value, trying up to RETRIES times more while is_temporary(error).
+    """Return attempt()'s value; while is_temporary(error) try again after each of RETRY_WAITS_S.
 
-    Waits 0.5, 1, 2, 4 s with jitter, or as long as the error's retry_after_s says.
+    An error's retry_after_s counts more, unless it is over MAX_RETRY_AFTER_S: then it is raised.
     """
-    for n in range(RETRIES + 1):
+    for wait_s in (*RETRY_WAITS_S, None):
         try:
             return attempt()
-        except PaiError as e:
+        except PaiError as error:
             cancel.check()                                # a shut socket looks like a failure
-            error = e
-        wait_s = getattr(error, "retry_after_s", None)
-        if n == RETRIES or not is_temporary(error) or (wait_s or 0) > MAX_RETRY_AFTER_S:
-            raise error
-        if wait_s is None:
-            wait_s = min(8, 0.5 * 2 ** n) * random.uniform(0.75, 1)
-        on_retry(error, wait_s)
-        cancel.sleep(wait_s)
+            asked_s = getattr(error, "retry_after_s", None)
+            if wait_s is None or not is_temporary(error) or (asked_s or 0) > MAX_RETRY_AFTER_S:
+                raise
+            wait_s = wait_s * random.uniform(0.75, 1) if asked_s is None else asked_s
+            on_retry(error, wait_s)
+            cancel.sleep(wait_s)
 
 
 # =============================================================================
