@@ -929,11 +929,11 @@ def choose_provider(config: Config, choice: str = "") -> Provider:
     url = home if name == "glm-coding" else config.settings.get(provider.prefix + "_BASE_URL", home)
     why_not = _why_not(url, key)
     if why_not:
-        notice = f"{provider.prefix}_BASE_URL={url.value} is not used: {why_not}"
+        notice = f"{provider.prefix}_BASE_URL at {_host(url.value)} is not used: {why_not}"
         # A key that was set beside this URL belongs there and nowhere else.
         url, key = home, key if key.source != url.source else Setting("", "")
     return provider._replace(
-        base_url=url.value.rstrip("/"), api_key=_sendable(key.value), notice=notice,
+        base_url=url.value.rstrip("/"), api_key=key.value, notice=notice,
         model=model or config.get(provider.prefix + "_MODEL", provider.model))
 
 
@@ -942,12 +942,12 @@ def _provider_at_url(config, chosen):
     why_not = _why_not(chosen)
     if why_not:
         raise ConfigError(f"{why_not}; if you mean it, say --model '{chosen.value}' yourself")
-    provider, key = PROVIDERS["ollama"]._replace(name=_host(url), model="default"), ""
-    for p in PROVIDERS.values():                          # the key of a host is for that host only
-        if p.needs_key and _host(p.base_url) == _host(url) and url.startswith("https://"):
-            provider, key = p, config.get(p.prefix + "_API_KEY")
-    return provider._replace(base_url=url.rstrip("/"), model=model or provider.model,
-                             api_key=_sendable(key))
+    # The key of a host is for that host only.
+    known = [p for p in PROVIDERS.values() if p.needs_key and _host(p.base_url) == _host(url)
+             and url.startswith("https://")]
+    provider = known[0] if known else PROVIDERS["ollama"]._replace(name=_host(url), model="default")
+    key = config.get(provider.prefix + "_API_KEY") if known else ""
+    return provider._replace(base_url=url.rstrip("/"), model=model or provider.model, api_key=key)
 
 
 def _why_not(url, key=Setting("", "")):
@@ -964,34 +964,24 @@ def _host(url):
     return Http().route(url).url.hostname
 
 
-def _sendable(key):
-    return re.sub(r"[^!-~]", "", key)                     # a pasted line break is no part of a key
-
-
-# ---- what goes out
-
 def wire_messages(messages: list[dict], provider: Provider) -> list[dict]:
-    """Return the history as this provider wants it, without what is only for the store.
-
-    An assistant message with neither text nor calls is left out: servers refuse it.
-    """
-    names, out = ["role", "content", "tool_calls", "tool_call_id"], []
+    """Return the history as this provider wants it, without what is only for the store."""
+    names, out = ["content", "tool_calls", "tool_call_id"], []
     if provider.wants_reasoning:
         names.append("reasoning_content")
     for message in messages:
-        kept = {"content": "", **{k: message[k] for k in names if message.get(k)}}
-        if message["role"] == "assistant" and not kept["content"]:
+        kept = {"role": message["role"], "content": "",
+                **{k: message[k] for k in names if message.get(k)}}
+        if kept["role"] == "assistant" and not kept["content"]:
             kept["content"] = provider.empty_content
-        if message["role"] != "assistant" or kept["content"] or kept.get("tool_calls"):
-            out.append(kept)
+            if "tool_calls" not in kept:
+                continue                                  # servers refuse a message that is empty
+        out.append(kept)
     return out
 
 
 def assistant_message(reply: Reply) -> dict:
-    """Return a reply as the message that is stored and sent back.
-
-    Whatever the model wrote, names and arguments become ones that servers accept in a history.
-    """
+    """Return a reply as a message for the history, with names and arguments servers accept."""
     message = {"role": "assistant", "content": reply.text}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
@@ -1023,8 +1013,6 @@ def parse_arguments(text: str) -> dict:
     return json.loads(clean(json.dumps(value, ensure_ascii=False)))
 
 
-# ---- what comes in
-
 def _json(text):
     """The value of JSON text; None for anything else."""
     try:
@@ -1039,11 +1027,6 @@ def _get(value, key, kind):
     return found if isinstance(found, kind) else None
 
 
-def _is_open(call):
-    """True for a call whose arguments are no whole JSON object yet."""
-    return not isinstance(_json("".join(call["pieces"])), dict)
-
-
 class ReplyBuilder:
     """Joins the events of one stream into a Reply; text and reasoning leave at once by on_delta."""
 
@@ -1054,10 +1037,8 @@ class ReplyBuilder:
         self._calls = []                 # {"index", "id", "name", "pieces"} as they were opened
 
     def add(self, event) -> None:
-        """Take one event: {"choices": [{"delta": {...}, "finish_reason"}], "usage"}.
-
-        A whole answer, message instead of delta, is the same in one piece.  Raises HttpError.
-        """
+        """Take {"choices": [{"delta" or "message": {...}, "finish_reason"}], "usage"}, or raise
+        HttpError for an event that is an error."""
         if not isinstance(event, dict) or event.get("error") or (
                 "choices" not in event and {"detail", "message", "msg"} & set(event)):
             raise HttpError(500, json.dumps(event))       # its status 200 was sent too early
@@ -1105,16 +1086,19 @@ class ReplyBuilder:
         On a known index a name opens one too, unless it just repeats name and id, or, without
         ids, comes before the arguments are whole: Ollama gives each call the index 0.
         """
+        def is_open(call):
+            return not isinstance(_json("".join(call["pieces"])), dict)
         same = [c for c in self._calls
                 if (index == c["index"] if index is not None else not id_ or id_ == c["id"])]
         last = same[-1] if same else None
         if name and last and last["name"]:
-            is_repeated = id_ == last["id"] if id_ else _is_open(last)
+            is_repeated = id_ == last["id"] if id_ else is_open(last)
             return last if is_repeated and name == last["name"] else None
-        unfinished = [c for c in self._calls if _is_open(c)]
-        if name or last or (id_ and index is None and not unfinished):
+        if name or last:
             return last
-        return (unfinished or self._calls or [None])[-1]
+        unfinished = [c for c in self._calls if is_open(c)]
+        is_new = id_ and index is None and not unfinished
+        return None if is_new else (unfinished or self._calls or [None])[-1]
 
     def reply(self, prompt: str) -> Reply:
         """Return what came.  Without usage from the server it is estimated; `prompt` was sent."""
@@ -1127,13 +1111,11 @@ class ReplyBuilder:
             calls.append(ToolCall(call["id"], clean(call["name"]), clean("".join(call["pieces"]))))
         said = text + reasoning + "".join(c.arguments for c in calls)
         usage = self.usage or Usage(estimate_tokens(prompt), estimate_tokens(said), 0, True)
-        finish = "length" if self.finish == "max_tokens" else self.finish
-        return Reply(clean(text), clean(reasoning), calls, usage,
-                     "content_filter" if finish == "sensitive" else finish)
+        finish = "content_filter" if self.finish == "sensitive" else self.finish
+        return Reply(clean(text), clean(reasoning), calls, usage, finish)
 
 
-# ---- what goes wrong
-
+_BROKEN = ("", "error", "network_error")                 # reasons to finish that are none
 # GLM's own codes that are worth another try, and what is not, whatever its status says: GLM's
 # other codes, an empty purse, a certificate, a proxy's refusal.
 _TEMPORARY_CODES = {"1120", "1200", "1230", "1234", "1302", "1303", "1305", "1312"}
@@ -1180,7 +1162,9 @@ class ChatModel:
 
     def __init__(self, http: Http, provider: Provider, on_trace: Callable | None = None,
                  window: int = 0):
-        self.http, self.provider, self.on_trace = http, provider, on_trace
+        self.http, self.on_trace = http, on_trace or (lambda kind, body: None)
+        # A pasted line break is no part of a key, and can't be sent in a header.
+        self.provider = provider._replace(api_key=re.sub(r"[^!-~]", "", provider.api_key))
         self.window = window or context_window(provider.model)
 
     def reply(self, messages: list[dict], tools: list[dict],
@@ -1203,8 +1187,7 @@ class ChatModel:
 
     def _attempt(self, body, on_delta, cancel):
         prompt, builder = json_bytes(body), ReplyBuilder(on_delta)
-        if self.on_trace:
-            self.on_trace("request", body)
+        self.on_trace("request", body)
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if self.provider.api_key:
             headers["Authorization"] = "Bearer " + self.provider.api_key
@@ -1213,13 +1196,12 @@ class ChatModel:
             with self.http.open("POST", url, prompt, headers, cancel) as answer:
                 self._read(answer, builder)
         except HttpError as e:
-            if e.status or not builder.finish:            # after a finish reason it is complete
+            if e.status or builder.finish in _BROKEN:     # else it is complete all the same
                 raise model_error(e, self.provider) from None
         reply = builder.reply(prompt.decode("utf-8"))
         self._check(reply, body)
-        if self.on_trace:
-            self.on_trace("reply", {**assistant_message(reply), "finish_reason": reply.finish,
-                                    "usage": reply.usage._asdict()})
+        self.on_trace("reply", {**assistant_message(reply), "finish_reason": reply.finish,
+                                "usage": reply.usage._asdict()})
         return reply
 
     def _read(self, answer, builder):
@@ -1231,22 +1213,20 @@ class ChatModel:
             if data == "[DONE]":
                 builder.finish = builder.finish or "stop"
                 break
-            event = _json(data)
-            if event is not None:                         # "ping", or the half of a cut stream
+            event = _json(data)                           # None: "ping", or the half of a cut one
+            if event is not None:
                 builder.add(event)
-        if not builder.finish:
-            raise HttpError(0, "the stream broke off before its end", answer.host)
+        if builder.finish in _BROKEN:
+            raise HttpError(0, "the model broke off before its end", answer.host)
 
     def _check(self, reply, body):
         """Raise ModelError for a reply that says it is none."""
         sent = reply.usage.input
-        if reply.finish in ("error", "network_error"):
-            raise ModelError(f"{self.provider.name}: the model broke off", reply.finish, True)
         # Some servers take what is too long and read only a part of it, without a word.
         is_over = 0 < self.window < sent and not reply.usage.is_estimate
         if is_over or reply.finish == "model_context_window_exceeded":
-            body = json.dumps({"code": "1261", "message": f"{sent} tokens were sent"})
-            raise model_error(HttpError(400, body), self.provider)
+            why = json.dumps({"code": "1261", "message": f"{sent} tokens were sent"})
+            raise model_error(HttpError(400, why), self.provider)
         if reply.finish == "length" and not reply.text and not reply.tool_calls:
             # All of the output went into thinking: once more without it, where that can be said.
             is_worth_it = self.provider.wants_reasoning and "thinking" not in body
@@ -1278,7 +1258,6 @@ class DemoModel:
 
     It knows tools only by name and sees only messages, like any model.
     """
-
     HELP = "I am the demo model: a few keyword rules, no intelligence. Try:\n- " + "\n- ".join(
         (*DEMO_EXAMPLES, "list FOLDER", "read FILE"))
     # What is asked; the tool calls that do it, one a round; the sentence at the end.  \1 stands

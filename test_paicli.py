@@ -1011,8 +1011,8 @@ class TestModel(Case):
         self.assertEqual("glm-4.7", self.choose("glm", GLM_MODEL="glm-4.7").model)
         self.assertIn("/coding/", self.choose("glm-coding", GLM_API_KEY="k").base_url)
         self.raises(paicli.ConfigError, "no provider 'nobody'", self.choose, "nobody")
-        self.assertEqual(["ab", "cd"], [self.choose(c, GLM_API_KEY=k).api_key for c, k in (
-            ("", "a\nb"), ("https://open.bigmodel.cn/v4#m", " cd\r"))])      # a header can't carry more
+        chosen = self.choose(GLM_API_KEY=" a\nb")                # a header can't carry more
+        self.assertEqual("ab", paicli.ChatModel(self.http(), chosen).provider.api_key)
 
     def test_a_key_goes_only_where_it_belongs(self):
         key = {"GLM_API_KEY": "k" * 9}
