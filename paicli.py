@@ -745,7 +745,7 @@ def retry(attempt: Callable, is_temporary: Callable[[PaiError], bool], cancel: C
 
 
 class Provider(NamedTuple):
-    """A place that serves models, and its accent.  choose_provider fills in the last three."""
+    """A place that serves models, and its accent.  choose_provider fills in the last two."""
     name: str
     base_url: str
     model: str
@@ -753,32 +753,30 @@ class Provider(NamedTuple):
     needs_key: bool = True
     wants_reasoning: bool = False        # reasoning_content goes back with the history
     empty_content: str | None = ""       # of an assistant message that only calls tools
-    extra: dict = {}                     # more fields of each request
+    extra: dict = {"stream_options": {"include_usage": True}}       # more fields of each request
     api_key: str = ""
     notice: str = ""                     # what the person should know about the choice
 
 
-_USAGE = {"stream_options": {"include_usage": True}}
+_GLM = {"model": "glm-5.1", "wants_reasoning": True, "extra": {}}   # sends its usage unasked
 PROVIDERS = {p.name: p for p in (
-    Provider("glm", "https://open.bigmodel.cn/api/paas/v4", "glm-5.1", "GLM", True, True),
-    Provider("glm-coding", "https://open.bigmodel.cn/api/coding/paas/v4", "glm-5.1", "GLM",
-             True, True),
-    Provider("zai", "https://api.z.ai/api/paas/v4", "glm-5.1", "ZAI", True, True),
+    Provider("glm", "https://open.bigmodel.cn/api/paas/v4", prefix="GLM", **_GLM),
+    Provider("glm-coding", "https://open.bigmodel.cn/api/coding/paas/v4", prefix="GLM", **_GLM),
+    Provider("zai", "https://api.z.ai/api/paas/v4", prefix="ZAI", **_GLM),
     Provider("deepseek", "https://api.deepseek.com", "deepseek-v4-flash", "DEEPSEEK",
-             True, True, "", _USAGE),
-    Provider("openai", "https://api.openai.com/v1", "gpt-5-mini", "OPENAI",
-             True, False, None, _USAGE),
+             wants_reasoning=True),
+    Provider("openai", "https://api.openai.com/v1", "gpt-5-mini", "OPENAI", empty_content=None),
     Provider("openrouter", "https://openrouter.ai/api/v1", "z-ai/glm-5.1", "OPENROUTER",
-             True, False, None, _USAGE),
-    Provider("ollama", "http://localhost:11434/v1", "qwen3", "OLLAMA", False, False, "", _USAGE),
+             empty_content=None),
+    Provider("ollama", "http://localhost:11434/v1", "qwen3", "OLLAMA", needs_key=False),
 )}
 # Tokens a model can read at once, by the start of its name; the first match counts.
 CONTEXT_WINDOWS = (("glm-4.5", 131072), ("glm-5.1", 200000), ("glm-4.7-flash", 200000),
                    ("glm-5.2", 1048576), ("glm-5.3", 1000000), ("glm-", 204800),
                    ("deepseek-v4", 1000000))
 
-NO_KEY_HELP = """No key for {name}, so no model can be asked.  One of these gets you going:
-  1. put {prefix}_API_KEY=... into the environment, ./.env or ~/.paicli/.env
+NO_KEY_HELP = """No key for {p.name}, so no model can be asked.  One of these gets you going:
+  1. put {p.prefix}_API_KEY=... into the environment, ./.env or ~/.paicli/.env
   2. start Ollama on this machine, then: python paicli.py --model ollama{found}
   3. look around without a model: python paicli.py --demo"""
 
@@ -827,7 +825,6 @@ def choose_provider(config: Config, choice: str = "") -> Provider:
     """Turn PROVIDER, PROVIDER:MODEL or URL#MODEL (default: config.model) into a Provider to ask.
 
     A key goes only to the URL that was set beside it, or to its provider's own.
-    Raises ConfigError for an unknown provider.
     """
     chosen = Setting(choice, "command line") if choice else config.model
     if "://" in chosen.value:
@@ -837,254 +834,201 @@ def choose_provider(config: Config, choice: str = "") -> Provider:
         raise ConfigError(f"no provider {name!r}; there are {', '.join(PROVIDERS)}, or URL#MODEL")
     provider, notice = PROVIDERS[name], ""
     key = config.settings.get(provider.prefix + "_API_KEY", Setting("", ""))
-    url = config.settings.get(provider.prefix + "_BASE_URL")
-    if url and name != "glm-coding":
-        if _is_strangers_host(url):
-            notice = (f"./.env sends {name} to {_host(url.value)}: that needs your trust, so it is "
-                      "not used")
-            key = key if key.source != "./.env" else Setting("", "")
-        elif key.value and key.source != url.source:
-            notice = (f"{provider.prefix}_BASE_URL ({url.source}) is not used, because the key "
-                      f"comes from {key.source}: set both in one place")
-        else:
-            provider = provider._replace(base_url=url.value.rstrip("/"))
-    model = model or config.get(provider.prefix + "_MODEL", provider.model)
-    return provider._replace(model=model, api_key=_header_safe(provider, key.value), notice=notice)
+    home = Setting(provider.base_url, key.source)         # where the key may always go
+    url = home if name == "glm-coding" else config.settings.get(provider.prefix + "_BASE_URL", home)
+    why_not = _why_not(url, key)
+    if why_not:
+        notice = f"{provider.prefix}_BASE_URL at {_host(url.value)} is not used: {why_not}"
+        # A key that was set beside this URL belongs there and nowhere else.
+        url, key = home, key if key.source != url.source else Setting("", "")
+    return provider._replace(
+        base_url=url.value.rstrip("/"), api_key=key.value, notice=notice,
+        model=model or config.get(provider.prefix + "_MODEL", provider.model))
 
 
 def _provider_at_url(config, chosen):
     url, _, model = chosen.value.partition("#")
-    if _is_strangers_host(chosen):
-        raise ConfigError(f"./.env chooses the model at {_host(url)}: that needs your trust; if "
-                          f"you mean it, say --model '{chosen.value}' yourself")
-    for p in PROVIDERS.values():                          # the key of a host is for that host only
-        if p.needs_key and _host(p.base_url) == _host(url) and url.startswith("https://"):
-            key = _header_safe(p, config.get(p.prefix + "_API_KEY"))
-            return p._replace(base_url=url.rstrip("/"), model=model or p.model, api_key=key)
-    return PROVIDERS["ollama"]._replace(name=_host(url), base_url=url.rstrip("/"),
-                                        model=model or "default")
+    why_not = _why_not(chosen)
+    if why_not:
+        raise ConfigError(f"{why_not}; if you mean it, say --model '{chosen.value}' yourself")
+    # The key of a host is for that host only.
+    known = [p for p in PROVIDERS.values() if p.needs_key and _host(p.base_url) == _host(url)
+             and url.startswith("https://")]
+    provider = known[0] if known else PROVIDERS["ollama"]._replace(name=_host(url), model="default")
+    key = config.get(provider.prefix + "_API_KEY") if known else ""
+    return provider._replace(base_url=url.rstrip("/"), model=model or provider.model, api_key=key)
 
 
-def _is_strangers_host(url):
-    """True for a URL that a folder's .env sets to a host nobody here knows."""
-    host = _host(url.value)
-    return url.source == "./.env" and not is_loopback(host) and not any(
-        _host(p.base_url) == host for p in PROVIDERS.values())
+def _why_not(url, key=Setting("", "")):
+    """Why this URL may not be asked with this key; "" if it may."""
+    host, known = _host(url.value), [_host(p.base_url) for p in PROVIDERS.values()]
+    if url.source == "./.env" and not is_loopback(host) and host not in known:
+        return f"./.env chooses {host}, and that needs your trust"
+    if key.value and key.source != url.source:
+        return f"it is from {url.source} and the key from {key.source}; set both in one place"
+    return ""
 
 
 def _host(url):
-    try:
-        return urllib.parse.urlsplit(url).hostname or ""
-    except ValueError:
-        raise ConfigError(f"not a URL: {one_line(url)}") from None
+    return Http().route(url).url.hostname
 
-
-def _header_safe(provider, key):
-    """A key goes into a header, where http.client's own error would print it."""
-    if not re.fullmatch(r"[!-~]*", key.strip()):
-        raise ConfigError(f"{provider.prefix}_API_KEY has a space or a character that no key has")
-    return key.strip()
-
-
-# ---- what goes out
 
 def wire_messages(messages: list[dict], provider: Provider) -> list[dict]:
-    """Return the history as this provider wants it, without what is only for the store.
-
-    {"role": "assistant", "content": "", "tool_calls": [...], "id": 7} -> the same without id;
-    an assistant message with neither text nor calls is left out, servers refuse it.
-    """
-    out = []
+    """Return the history as this provider wants it, without what is only for the store."""
+    names, out = ["content", "tool_calls", "tool_call_id"], []
+    if provider.wants_reasoning:
+        names.append("reasoning_content")
     for message in messages:
-        kept = {k: message[k] for k in ("role", "content", "tool_calls", "tool_call_id")
-                if message.get(k) is not None}
-        kept.setdefault("content", "")
-        if message["role"] == "assistant":
-            if not kept["content"] and not kept.get("tool_calls"):
-                continue
-            kept["content"] = kept["content"] or provider.empty_content
-            if provider.wants_reasoning and message.get("reasoning_content"):
-                kept["reasoning_content"] = message["reasoning_content"]
+        kept = {"role": message["role"], "content": "",
+                **{k: message[k] for k in names if message.get(k)}}
+        if kept["role"] == "assistant" and not kept["content"]:
+            kept["content"] = provider.empty_content
+            if "tool_calls" not in kept:
+                continue                                  # servers refuse a message that is empty
         out.append(kept)
     return out
 
 
 def assistant_message(reply: Reply) -> dict:
-    """Return a reply as the message that is stored and sent back.
-
-    Whatever the model wrote, names and arguments become ones that servers accept in a history.
-    """
+    """Return a reply as a message for the history, with names and arguments servers accept."""
     message = {"role": "assistant", "content": reply.text}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
-    if reply.tool_calls:
-        message["tool_calls"] = [{"id": c.id, "type": "function", "function": {
-            "name": re.sub(r"[^a-zA-Z0-9_-]", "_", c.name.strip())[:64] or "unknown",
-            "arguments": _history_arguments(c.arguments)}} for c in reply.tool_calls]
+    for call in reply.tool_calls:
+        name, arguments = re.sub(r"[^a-zA-Z0-9_-]", "_", call.name.strip())[:64], {}
+        with contextlib.suppress(ToolError):
+            arguments = parse_arguments(call.arguments)
+        message.setdefault("tool_calls", []).append({
+            "id": call.id, "type": "function", "function": {
+                "name": name or "unknown",
+                "arguments": json.dumps(arguments, ensure_ascii=False)}})
     return message
-
-
-def _history_arguments(text):
-    try:
-        return json.dumps(parse_arguments(text), ensure_ascii=False)
-    except ToolError:
-        return "{}"
 
 
 def parse_arguments(text: str) -> dict:
     """Return the arguments of a call as a dict, however often they were encoded.
 
-    '{"a": 1}' and '"{\\\\"a\\\\": 1}"' -> {"a": 1};  "" -> {}.  Raises ToolError, never repairs.
+    '{"a": 1}' and '"{\\"a\\": 1}"' -> {"a": 1};  "" -> {}.  Raises ToolError, never repairs.
     """
-    if not text.strip():
-        return {}
-    value = text
-    for _ in range(3):
-        try:
-            # Models write line breaks into JSON strings as they are: strict=False takes them.
-            value = json.loads(value, strict=False)
-        except (ValueError, RecursionError) as e:
-            at_end = getattr(e, "pos", 0) >= len(value.rstrip()) or "Unterminated" in str(e)
-            advice = "they were cut off: send smaller pieces" if at_end else "send one JSON object"
-            raise ToolError(f"the arguments are not valid JSON ({e}); {advice}") from None
-        if not isinstance(value, str):
-            break
+    value = text if text.strip() else {}
+    try:
+        while isinstance(value, str):
+            value = json.loads(value, strict=False)       # not strict: line breaks in strings
+    except (ValueError, RecursionError) as e:
+        raise ToolError(f"the arguments are not valid JSON ({e}): send one JSON object; if it was "
+                        "cut off, send smaller pieces") from None
     if not isinstance(value, dict):
         raise ToolError(f"the arguments should be a JSON object, not {type(value).__name__}")
     return json.loads(clean(json.dumps(value, ensure_ascii=False)))
 
 
-# ---- what comes in
-
-def _dict(value):
-    """Servers send anything: a value if it is a dict, else an empty one."""
-    return value if isinstance(value, dict) else {}
-
-
-def _dicts(value):
-    return [v for v in value if isinstance(v, dict)] if isinstance(value, list) else []
+def _json(text):
+    """The value of JSON text; None for anything else."""
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None
 
 
-def _text(value):
-    return value if isinstance(value, str) else ""
-
-
-def _count(value):
-    return value if isinstance(value, int) and 0 <= value < 1 << 40 else 0
-
-
-class _OpenCall:
-    """A tool call whose pieces still arrive."""
-
-    def __init__(self, index):
-        self.index, self.id, self.name, self.arguments = index, "", "", ""
-
-    def is_complete(self):
-        try:
-            return isinstance(json.loads(self.arguments, strict=False), dict)
-        except (ValueError, RecursionError):
-            return False
+def _get(value, key, kind):
+    """value[key] if it is of this kind, else None: servers send anything."""
+    found = value.get(key) if isinstance(value, dict) else None
+    return found if isinstance(found, kind) else None
 
 
 class ReplyBuilder:
     """Joins the events of one stream into a Reply; text and reasoning leave at once by on_delta."""
 
     def __init__(self, on_delta: Callable[[str, str], None]):
-        self.finish = ""
-        self.usage = None
+        self.finish, self.usage = "", None
         self._on_delta = on_delta
-        self._pieces = {"text": [], "reasoning": []}
-        self._calls = []                 # of _OpenCall, as they were opened
+        self._said = {"text": [], "reasoning": []}
+        self._calls = []                 # {"index", "id", "name", "pieces"} as they were opened
 
     def add(self, event) -> None:
-        """Take one event: {"choices": [{"delta": {...}, "finish_reason"}], "usage"}.
-
-        A whole answer (message instead of delta) is the same with one piece.
-        """
-        for choice in _dicts(event.get("choices")):
-            delta = _dict(choice.get("delta") or choice.get("message"))
-            self._add_text("reasoning", delta.get("reasoning_content") or delta.get("reasoning"))
-            self._add_text("text", delta.get("content") or delta.get("refusal"))
-            for piece in _dicts(delta.get("tool_calls")):
+        """Take {"choices": [{"delta" or "message": {...}, "finish_reason"}], "usage"}, or raise
+        HttpError for an event that is an error."""
+        if not isinstance(event, dict) or event.get("error") or (
+                "choices" not in event and {"detail", "message", "msg"} & set(event)):
+            raise HttpError(500, json.dumps(event))       # its status 200 was sent too early
+        for choice in _get(event, "choices", list) or []:
+            delta = _get(choice, "delta", dict) or _get(choice, "message", dict)
+            self._add_text("reasoning", delta, "reasoning_content", "reasoning")
+            self._add_text("text", delta, "content", "refusal")
+            for piece in _get(delta, "tool_calls", list) or []:
                 self._add_call(piece)
-            self.finish = _text(choice.get("finish_reason")) or self.finish
-            self._add_usage(choice.get("usage"))
-        self._add_usage(event.get("usage"))
+            self.finish = _get(choice, "finish_reason", str) or self.finish
+            self._add_usage(_get(choice, "usage", dict))
+        self._add_usage(_get(event, "usage", dict))
 
-    def _add_text(self, kind, value):
-        if isinstance(value, list):                       # content as parts: [{"text": "..."}]
-            value = "".join(_text(p.get("text")) for p in _dicts(value))
-        if _text(value):
-            self._pieces[kind].append(value)
-            self._on_delta(kind, value)
+    def _add_text(self, kind, delta, name, other_name):
+        text = _get(delta, name, str) or _get(delta, other_name, str)
+        if text:
+            self._said[kind].append(text)
+            self._on_delta(kind, text)
 
     def _add_usage(self, usage):
         """The last one counts; servers repeat a running total, so a sum would be wrong."""
-        usage = _dict(usage)
-        if usage.get("prompt_tokens") is not None:
-            details = _dict(usage.get("prompt_tokens_details"))
-            cached = details.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
-            self.usage = Usage(_count(usage["prompt_tokens"]),
-                               _count(usage.get("completion_tokens")), _count(cached))
+        sent, received = _get(usage, "prompt_tokens", int), _get(usage, "completion_tokens", int)
+        cached = (_get(_get(usage, "prompt_tokens_details", dict), "cached_tokens", int)
+                  or _get(usage, "prompt_cache_hit_tokens", int))
+        if sent:
+            self.usage = Usage(sent, received or 0, cached or 0)
 
     def _add_call(self, piece):
-        function, index = _dict(piece.get("function")), piece.get("index")
-        index = index if isinstance(index, int) else None
-        id_, name = _text(piece.get("id")), _text(function.get("name"))
+        index, id_ = _get(piece, "index", int), _get(piece, "id", str)
+        function = _get(piece, "function", dict) or {}
+        name, arguments = _get(function, "name", str), function.get("arguments")
         call = self._continued(index, id_, name)
         if call is None:
-            last = self._calls[-1].index if self._calls else 0
-            call = _OpenCall(last if index is None else index)
+            last = self._calls[-1]["index"] if self._calls else 0
+            call = {"index": last if index is None else index, "id": "", "name": "", "pieces": []}
             self._calls.append(call)
-        call.id, call.name = call.id or id_, call.name or name
-        arguments = function.get("arguments")
-        if isinstance(arguments, (dict, list)):           # some send the object itself
-            arguments = json.dumps(arguments)
-        call.arguments += _text(arguments)
+        call["id"], call["name"] = call["id"] or id_ or "", call["name"] or name or ""
+        if arguments is not None:                         # some send the object itself
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            call["pieces"].append(text)
 
     def _continued(self, index, id_, name):
-        """Which open call a piece belongs to; None if it opens a new one.
+        """Which call a piece goes on with, by index, else by id, else the last; None opens one.
 
-        By index if there is one, else by id, else the last.  A name with another id, or after
-        complete arguments, opens a call even on a known index: Ollama numbers them all 0.
+        On a known index a name opens one too, unless it just repeats name and id, or, without
+        ids, comes before the arguments are whole: Ollama gives each call the index 0.
         """
-        calls = self._calls
-        if index is not None:
-            same = [c for c in calls if c.index == index]
-        else:
-            same = [c for c in calls if c.id == id_] if id_ else calls
-        if same and not (name and same[-1].name and (
-                (id_ and id_ != same[-1].id) or name != same[-1].name
-                or (not id_ and same[-1].is_complete()))):
-            return same[-1]
-        if name or (id_ and index is None and not (calls and calls[-1].arguments
-                                                   and not calls[-1].is_complete())):
-            return None
-        unfinished = [c for c in calls if not c.is_complete()]
-        return (unfinished or calls or [None])[-1]
+        def is_open(call):
+            return not isinstance(_json("".join(call["pieces"])), dict)
+        same = [c for c in self._calls
+                if (index == c["index"] if index is not None else not id_ or id_ == c["id"])]
+        last = same[-1] if same else None
+        if name and last and last["name"]:
+            is_repeated = id_ == last["id"] if id_ else is_open(last)
+            return last if is_repeated and name == last["name"] else None
+        if name or last:
+            return last
+        unfinished = [c for c in self._calls if is_open(c)]
+        is_new = id_ and index is None and not unfinished
+        return None if is_new else (unfinished or self._calls or [None])[-1]
 
     def reply(self, prompt: str) -> Reply:
         """Return what came.  Without usage from the server it is estimated; `prompt` was sent."""
-        text, reasoning = ("".join(self._pieces[kind]) for kind in ("text", "reasoning"))
-        calls, seen = [], set()
-        for n, call in enumerate(sorted(self._calls, key=lambda c: c.index)):
+        text, reasoning = ("".join(self._said[kind]) for kind in ("text", "reasoning"))
+        calls = []
+        for call in sorted(self._calls, key=lambda c: c["index"]):
             # An id must be there and be the only one, or results can't be matched to calls.
-            is_good = call.id and call.id not in seen
-            id_ = call.id if is_good else f"call_{n}_{random.getrandbits(32):08x}"
-            seen.add(id_)
-            calls.append(ToolCall(id_, clean(call.name), clean(call.arguments)))
+            if not call["id"] or call["id"] in [c.id for c in calls]:
+                call["id"] = f"call_{random.getrandbits(48):012x}"
+            calls.append(ToolCall(call["id"], clean(call["name"]), clean("".join(call["pieces"]))))
         said = text + reasoning + "".join(c.arguments for c in calls)
         usage = self.usage or Usage(estimate_tokens(prompt), estimate_tokens(said), 0, True)
-        names = {"max_tokens": "length", "sensitive": "content_filter"}
-        finish = names.get(self.finish, self.finish)
+        finish = "content_filter" if self.finish == "sensitive" else self.finish
         return Reply(clean(text), clean(reasoning), calls, usage, finish)
 
 
-# ---- what goes wrong
-
-# GLM's own codes: those worth another try.  With any other of its codes nothing changes by waiting.
-_TEMPORARY_CODES = {"500", "1120", "1200", "1230", "1234", "1302", "1303", "1305", "1312"}
-_FINAL_CODES = {"1304", "1308", "1309", "1310", "1311", "1313", "insufficient_quota"}
+_BROKEN = ("", "error", "network_error")                 # reasons to finish that are none
+# GLM's own codes that are worth another try, and what is not, whatever its status says: GLM's
+# other codes, an empty purse, a certificate, a proxy's refusal.
+_TEMPORARY_CODES = {"1120", "1200", "1230", "1234", "1302", "1303", "1305", "1312"}
+_FINAL = re.compile(r"^1\d{3} |^insufficient_quota |CERTIFICATE_VERIFY|Tunnel connection failed: 4")
 _ADVICE = {
     "1113": "no balance, or this is a Coding Plan key: try --model glm-coding",
     "1211": "the provider has no such model: see /model",
@@ -1096,34 +1040,30 @@ _OVERFLOW = re.compile(r"context.{0,20}(length|window|size)|prompt.{0,20}(too lo
                        r"|range of input|input tokens exceed", re.I)
 
 
-def model_error(status: int, error, provider: Provider, retry_after_s: float | None = None
-                ) -> ModelError:
-    """Return what an error object of the server means: ModelError with code and is_temporary.
+def model_error(error: HttpError, provider: Provider) -> ModelError:
+    """Return what a failed request means; one that was too long has the code "overflow".
 
-    error is {"code": "1113", "message": "..."}, or any text.  An overflow has code "overflow".
+    error.body is {"error": {"code": "1113", "message": "..."}}, or any text.
     """
-    if isinstance(error, list):                           # Gemini wraps its object in a list
-        error = error[0] if error else {}
-    error = error.get("error", error) if isinstance(error, dict) else error
-    if not isinstance(error, dict):
-        error = {"message": str(error)}
-    message = error.get("message") or error.get("detail") or error.get("msg") or error
-    message = redact(str(message), filter(None, [provider.api_key]))
-    code, message = str(error.get("code") or ""), one_line(message, 500)
-    status = status if status >= 400 else int(code) if re.fullmatch(r"[45]\d\d", code) else status
+    body, status = _json(error.body), error.status
+    body = body[0] if isinstance(body, list) and body else body       # Gemini sends a list
+    found = _get(body, "error", (dict, str)) or body
+    found = found if isinstance(found, dict) else {"message": found}
+    code = str(found.get("code") or "")
+    status = int(code) if re.fullmatch(r"[45]\d\d", code) else status
+    said = found.get("message") or found.get("detail") or found.get("msg")
+    said = f"{provider.name}: {one_line(str(said), 500)} [{code or status}]" if said else str(error)
+    said = redact(said, filter(None, [provider.api_key]))
     if code in ("1261", "context_length_exceeded") or (
-            status in (0, 200, 400, 413, 422) and _OVERFLOW.search(message)):
+            status in (400, 413, 422, 500) and _OVERFLOW.search(said)):
         return ModelError("the conversation is longer than the model can read; /clear starts a new "
-                          f"one ({message})", "overflow")
-    is_glm_code = re.fullmatch(r"1\d\d\d", code) is not None
-    is_temporary = code in _TEMPORARY_CODES if is_glm_code else (
-        status in (0, 200, 408, 409, 425, 429) or status >= 500) and code not in _FINAL_CODES
-    key_codes = ("1000", "1001", "1002", "1003", "1004")
-    advice = _ADVICE.get("401" if code in key_codes else code) or _ADVICE.get(str(status), "")
-    advice = advice.format(prefix=provider.prefix) if provider.needs_key else ""
-    said = f"{provider.name}: {message}" + (f" [{code or status}]" if code or status else "")
-    return ModelError(f"{said}\n  {advice}" if advice else said, code or str(status), is_temporary,
-                      retry_after_s)
+                          f"one ({said})", "overflow")
+    is_temporary = code in _TEMPORARY_CODES or not _FINAL.search(f"{code} {error.body}") and (
+        status in (0, 408, 409, 425, 429) or status >= 500)
+    advice = _ADVICE.get(code) or _ADVICE.get(str(status))
+    if advice and provider.needs_key:
+        said += "\n  " + advice.format(prefix=provider.prefix)
+    return ModelError(said, code or str(status), is_temporary, error.retry_after_s)
 
 
 class ChatModel:
@@ -1131,7 +1071,9 @@ class ChatModel:
 
     def __init__(self, http: Http, provider: Provider, on_trace: Callable | None = None,
                  window: int = 0):
-        self.http, self.provider, self.on_trace = http, provider, on_trace
+        self.http, self.on_trace = http, on_trace or (lambda kind, body: None)
+        # A pasted line break is no part of a key, and can't be sent in a header.
+        self.provider = provider._replace(api_key=re.sub(r"[^!-~]", "", provider.api_key))
         self.window = window or context_window(provider.model)
 
     def reply(self, messages: list[dict], tools: list[dict],
@@ -1141,34 +1083,20 @@ class ChatModel:
         Raises ModelError when tries are used up or useless, ConfigError without a key, Cancelled.
         """
         if self.provider.needs_key and not self.provider.api_key:
-            raise ConfigError(self._how_to_start())
+            models = find_ollama(self.http)
+            found = f":{models[0]}   (it runs here)" if models else ""
+            raise ConfigError(NO_KEY_HELP.format(p=self.provider, found=found))
         body = {"model": self.provider.model, **self.provider.extra, "stream": True,
                 "messages": wire_messages(messages, self.provider)}
         if tools:
             body["tools"] = tools
-        reply = self._with_retries(body, on_delta, cancel)
-        if reply.finish == "length" and not reply.text and not reply.tool_calls:
-            # All of the output went into thinking: once more without it, where that can be said.
-            if self.provider.wants_reasoning:
-                on_delta("retry", "the model used all its output for thinking; asking without")
-                again = self._with_retries({**body, "thinking": {"type": "disabled"}},
-                                           on_delta, cancel)
-                reply = again._replace(usage=reply.usage.plus(again.usage))
-            if not reply.text and not reply.tool_calls:
-                raise ModelError("the model used all its output for thinking and gave no answer; "
-                                 "ask for less at once", "length")
-        return reply
-
-    def _with_retries(self, body, on_delta, cancel):
-        def tell(error, wait_s):
-            on_delta("retry", f"{error}; asking again in {wait_s:.1f} s")
         return retry(lambda: self._attempt(body, on_delta, cancel),
-                     lambda e: e.is_temporary, cancel, tell)
+                     lambda e: getattr(e, "is_temporary", False), cancel,
+                     lambda e, s: on_delta("retry", f"{e}; asking again in {s:.1f} s"))
 
     def _attempt(self, body, on_delta, cancel):
         prompt, builder = json_bytes(body), ReplyBuilder(on_delta)
-        if self.on_trace:
-            self.on_trace("request", body)
+        self.on_trace("request", body)
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if self.provider.api_key:
             headers["Authorization"] = "Bearer " + self.provider.api_key
@@ -1177,73 +1105,43 @@ class ChatModel:
             with self.http.open("POST", url, prompt, headers, cancel) as answer:
                 self._read(answer, builder)
         except HttpError as e:
-            if e.status or not builder.finish:            # after a finish reason it is complete
-                raise self._translated(e) from None
-        if builder.finish in ("error", "network_error"):
-            raise ModelError(f"{self.provider.name}: the model broke off", builder.finish, True)
+            if e.status or builder.finish in _BROKEN:     # else it is complete all the same
+                raise model_error(e, self.provider) from None
         reply = builder.reply(prompt.decode("utf-8"))
-        is_silent = self.window and not reply.usage.is_estimate and reply.usage.input > self.window
-        if builder.finish == "model_context_window_exceeded" or is_silent:
-            why = f"{reply.usage.input} tokens were sent" if is_silent else builder.finish
-            raise model_error(400, {"code": "1261", "message": why}, self.provider)
-        if self.on_trace:
-            self.on_trace("reply", {**assistant_message(reply), "finish_reason": reply.finish,
-                                    "usage": reply.usage._asdict()})
+        self._check(reply, body)
+        self.on_trace("reply", {**assistant_message(reply), "finish_reason": reply.finish,
+                                "usage": reply.usage._asdict()})
         return reply
 
     def _read(self, answer, builder):
         """Feed the builder.  Complete means: a finish reason, or [DONE], or one JSON body."""
-        kind = answer.headers.get("Content-Type") or "text/event-stream"
-        if "event-stream" in kind:
-            events = answer.events()
-        else:
-            body = answer.read()
-            with contextlib.suppress(ValueError, RecursionError):
-                return self._add(json.loads(body.decode("utf-8-sig")), builder)
-            if not re.match(rb"\s*(data|event|id|:)", body):
-                said = one_line(body.decode("utf-8", "replace")) or "nothing"
-                raise ModelError(f"{answer.host} answered with {said}; is the base URL right?",
-                                 "no-json")
-            events = sse_events(body.splitlines(keepends=True))
-        for _, data in events:
+        pieces = (data for _, data in answer.events())
+        if re.search("json|html", answer.headers.get("Content-Type") or ""):
+            pieces = [json.dumps(answer.json()), "[DONE]"]
+        for data in pieces:
             if data == "[DONE]":
-                return None
-            try:
-                event = json.loads(data)
-            except (ValueError, RecursionError):
-                if data.lstrip().startswith("{"):
-                    break                                 # half a line: the stream was cut here
-                continue                                  # "ping", to keep the connection alive
-            self._add(event, builder)
-        if not builder.finish:
-            raise ModelError(f"{self.provider.name}: the stream broke off before its end",
-                             "incomplete", True)
-        return None
+                builder.finish = builder.finish or "stop"
+                break
+            event = _json(data)                           # None: "ping", or the half of a cut one
+            if event is not None:
+                builder.add(event)
+        if builder.finish in _BROKEN:
+            raise HttpError(0, "the model broke off before its end", answer.host)
 
-    def _add(self, event, builder):
-        is_error = not isinstance(event, dict) or event.get("error") or (
-            "choices" not in event and {"detail", "message", "msg"} & set(event))
-        if is_error:
-            raise model_error(200, event, self.provider)
-        builder.add(event)
-
-    def _translated(self, error):
-        try:
-            body = json.loads(error.body)
-        except (ValueError, RecursionError):
-            body = str(error)
-        if error.status == 200:                           # JSON was promised and did not come
-            return ModelError(str(error), "no-json")
-        if not error.status:
-            is_final = re.search("CERTIFICATE_VERIFY|Tunnel connection failed: 4", error.body)
-            return ModelError(str(error), "network", not is_final)
-        return model_error(error.status, body, self.provider, error.retry_after_s)
-
-    def _how_to_start(self):
-        found = find_ollama(self.http)
-        return NO_KEY_HELP.format(
-            name=self.provider.name, prefix=self.provider.prefix,
-            found=f":{found[0]}   (it runs here and has {', '.join(found[:5])})" if found else "")
+    def _check(self, reply, body):
+        """Raise ModelError for a reply that says it is none."""
+        sent = reply.usage.input
+        # Some servers take what is too long and read only a part of it, without a word.
+        is_over = 0 < self.window < sent and not reply.usage.is_estimate
+        if is_over or reply.finish == "model_context_window_exceeded":
+            why = json.dumps({"code": "1261", "message": f"{sent} tokens were sent"})
+            raise model_error(HttpError(400, why), self.provider)
+        if reply.finish == "length" and not reply.text and not reply.tool_calls:
+            # All of the output went into thinking: once more without it, where that can be said.
+            is_worth_it = self.provider.wants_reasoning and "thinking" not in body
+            body["thinking"] = {"type": "disabled"}
+            raise ModelError("the model used all its output for thinking and gave no answer",
+                             "length", is_worth_it)
 
 
 def find_ollama(http: Http, base_url: str = "http://localhost:11434") -> list[str]:
@@ -1269,44 +1167,30 @@ class DemoModel:
 
     It knows tools only by name and sees only messages, like any model.
     """
-
     HELP = "I am the demo model: a few keyword rules, no intelligence. Try:\n- " + "\n- ".join(
         (*DEMO_EXAMPLES, "list FOLDER", "read FILE"))
-    JAVA = """package com.example;
-
-public class %s {
-    public static void main(String[] args) {
-        System.out.println("%s");
-    }
-}
-"""
-    # What is asked; the tool calls that do it, one a round, each with its arguments made from the
-    # match (m) and the last result (r); the sentence at the end.
+    # What is asked; the tool calls that do it, one a round; the sentence at the end.  \1 stands
+    # for what the first (...) matched, OUTPUT and PRINTLN for something in the last result.
     RULES = (
-        (r"create an? (java|python|node) project (?:named |called )?([\w-]+)",
-         [("create_project", lambda m, r: {"name": m[2], "type": m[1].lower()})],
-         lambda m, r: f"The project {m[2]} is there." + (
-             " It has a Maven structure: pom.xml and src/main/java." if m[1] == "java" else "")),
+        (r"create a java project ([\w-]+)",
+         [("create_project", {"name": r"\1", "type": "java"})],
+         r"The project \1 is there. It has a Maven structure: pom.xml and src/main/java."),
         (r"in (\S+?),? create (\w+)\.java that prints (.+)",
-         [("write_file", lambda m, r: {"path": f"{m[1]}/{m[2]}.java",
-                                       "content": DemoModel.JAVA % (m[2], m[3])})],
-         lambda m, r: f"{m[1]}/{m[2]}.java is written. It prints {m[3]}."),
+         [("write_file", {"path": r"\1/\2.java", "content": "package com.example;\n\n"
+           r"public class \2 {\n    public static void main(String[] args) {\n"
+           r'        System.out.println("\3");\n    }\n}\n'})],
+         r"\1/\2.java is written. It prints \3."),
         (r"read (\S+?),? then change the output to (.+)",
-         [("read_file", lambda m, r: {"path": m[1]}),
-          ("edit_file", lambda m, r: {
-              "path": m[1], "old_text": re.search(r'println\(.*\)|$', r)[0],
-              "new_text": f'println("{m[2]}")'})],
-         lambda m, r: f"{m[1]} prints {m[2]} now."),
+         [("read_file", {"path": r"\1"}),
+          ("edit_file", {"path": r"\1", "old_text": "PRINTLN", "new_text": r'println("\2")'})],
+         r"\1 prints \2 now."),
         (r"go into (\S+?),? compile and run (\w+)\.java",
-         [("execute_command", lambda m, r: {
-             "command": f"cd {m[1]} && javac -d target/classes "
-                        f"src/main/java/com/example/{m[2]}.java"}),
-          ("execute_command", lambda m, r: {
-              "command": f"cd {m[1]} && java -cp target/classes com.example.{m[2]}"})],
-         lambda m, r: "It compiles and runs. Its output: " + r.partition("\n")[2].strip()),
-        (r"list\s*(\S*)", [("list_dir", lambda m, r: {"path": m[1] or "."})], lambda m, r: r),
-        (r"read (\S+)", [("read_file", lambda m, r: {"path": m[1]})], lambda m, r: r),
-    )
+         [("execute_command", {"command":
+           r"cd \1 && javac -d target/classes src/main/java/com/example/\2.java"}),
+          ("execute_command", {"command": r"cd \1 && java -cp target/classes com.example.\2"})],
+         "It compiles and runs. Its output: OUTPUT"),
+        (r"list\s+(\S+)", [("list_dir", {"path": r"\1"})], "OUTPUT"),
+        (r"read (\S+)", [("read_file", {"path": r"\1"})], "OUTPUT"))
 
     def reply(self, messages: list[dict], tools: list[dict],
               on_delta: Callable[[str, str], None], cancel: Cancel) -> Reply:
@@ -1314,24 +1198,26 @@ public class %s {
         asked = max(i for i, m in enumerate(messages) if m["role"] == "user")
         results = [m["content"] for m in messages[asked + 1:] if m["role"] == "tool"]
         text, calls = self._next(messages[asked]["content"].strip(), results, len(messages))
-        for word in re.findall(r"\s*\S+\s*", text):
-            cancel.check()
-            on_delta("text", word)
+        if text:
+            on_delta("text", text)
         n_input = sum(estimate_tokens(m["content"]) for m in messages)
         return Reply(text, "", calls, Usage(n_input, estimate_tokens(text), 0, True))
 
     def _next(self, asked, results, n_messages):
         last = results[-1] if results else ""
+        if last.startswith("Error") or re.search(r"exit code: [1-9]", last):
+            return f"That did not work. {last}", []
+        output = re.sub(r"^(Command finished.*|File content:)\n", "", last).strip()
+        println = re.search(r"println\(.*\)|$", last)[0]
         for pattern, calls, sentence in self.RULES:
-            match = re.match(pattern, asked.rstrip("."), re.I)
-            if match and (last.startswith("Error") or re.search(r"exit code: [1-9]", last)):
-                return f"That did not work. {last}", []
+            match = re.match(pattern, re.sub(r"(?<=\w)\.$", "", asked), re.I)
             if match and len(results) < len(calls):
                 name, arguments = calls[len(results)]
-                arguments = json.dumps(arguments(match, last))
-                return "", [ToolCall(f"demo_{n_messages}", name, arguments)]
+                arguments = {k: match.expand(v).replace("PRINTLN", println)
+                             for k, v in arguments.items()}
+                return "", [ToolCall(f"demo_{n_messages}", name, json.dumps(arguments))]
             if match:
-                return sentence(match, last), []
+                return match.expand(sentence).replace("OUTPUT", output), []
         return self.HELP, []
 
 
