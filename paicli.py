@@ -1512,52 +1512,48 @@ def tools_in(source) -> list[Tool]:
 
 def _make_tool(function):
     names = function.__code__.co_varnames[:function.__code__.co_argcount]
-    n_required = len(names) - len(function.__defaults__ or ())
-    required = [n for n in names[:n_required] if n not in ("self", "cancel")]
+    optional = names[len(names) - len(function.__defaults__ or ()):]
     properties = {n: schema_of(function.__annotations__.get(n, "str")) for n in names
                   if n not in ("self", "cancel")}
     description = []
     for line in (function.__doc__ or "").strip().split("\n"):
-        name, colon, text = line.strip().partition(": ")
-        if colon and name in properties:
+        name, _, text = line.strip().partition(": ")
+        if text and name in properties:
             properties[name]["description"] = text
         else:
             description.append(line.strip())
 
     def run(arguments, cancel):
         return function(**arguments, **({"cancel": cancel} if "cancel" in names else {}))
-    parameters = {"type": "object", "properties": properties, "required": required,
-                  "additionalProperties": False}
+    parameters = {"type": "object", "properties": properties, "additionalProperties": False,
+                  "required": [n for n in properties if n not in optional]}
     return Tool(function.__name__, "\n".join(description).strip(), parameters, run,
                 function.tool_level)
+
+
+# What Python calls a type, and what JSON Schema calls it.
+JSON_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean",
+              "list": "array", "dict": "object", "NoneType": "null"}
 
 
 def schema_of(annotation) -> dict:
     """Return the JSON Schema of a type hint, given as text or as the type itself.
 
     "int" -> {"type": "integer"};  "list[str]" -> {"type": "array", "items": {"type": "string"}};
-    "Literal['a', 'b']" -> {"type": "string", "enum": ["a", "b"]};  "str | None" -> as "str"
+    "Literal['a', 'b']" -> {"enum": ["a", "b"]};  "str | None" -> as "str";  others -> anything
     """
     text = annotation.__name__ if type(annotation) is type else str(annotation)
-    text = re.sub(r"\btyping\.|\s*\|\s*None$|^None\s*\|\s*", "", text)
-    name, _, inner = text[:-1].partition("[") if text.endswith("]") else (text, "", "")
-    if name == "Optional":
-        return schema_of(inner)
-    if name == "Union" or "|" in text:
-        return {}                                         # any type
+    text = re.sub(r"typing\.|Optional\[|\s*\|\s*None|None\s*\|\s*", "", text)
+    name, _, inner = text.rstrip("]").partition("[")
     if name == "Literal":
         return {"enum": json.loads("[" + inner.replace("'", '"') + "]")}
-    if name.lower() == "list":
-        return {"type": "array", **({"items": schema_of(inner)} if inner else {})}
-    kinds = {"int": "integer", "float": "number", "bool": "boolean", "dict": "object"}
-    return {"type": kinds.get(name.lower(), "string")}
+    if name.lower() not in JSON_TYPES or "|" in text:
+        return {}
+    items = {"items": schema_of(inner)} if name.lower() == "list" and inner else {}
+    return {"type": JSON_TYPES[name.lower()], **items}
 
 
 # ---- checking arguments
-
-_TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list,
-          "object": dict, "null": type(None)}
-
 
 def check_value(schema: dict, value, where: str = "arguments"):
     """Return the value if it fits the JSON Schema, coerced where nothing is lost.
@@ -1565,65 +1561,53 @@ def check_value(schema: dict, value, where: str = "arguments"):
     {"type": "integer"}, "10" -> 10.  A string field is never coerced.  Raises ToolError that
     names the field.
     """
-    if not isinstance(schema, dict) or "$ref" in schema:
+    if not schema or schema is True or "$ref" in schema:
         return value
-    options = schema.get("anyOf") or schema.get("oneOf")
-    if options:
-        value = _check_options(options, value, where)
-    kinds = schema.get("type") or []
-    value = _coerced([kinds] if isinstance(kinds, str) else kinds, value, where)
+    *others, last = schema.get("anyOf") or schema.get("oneOf") or [{}]
+    for option in others:
+        with contextlib.suppress(ToolError):
+            return check_value(option, value, where)
+    value = _coerced(schema.get("type"), check_value(last, value, where), where)
     if "enum" in schema and value not in schema["enum"]:
-        allowed = ", ".join(map(_shown, schema["enum"]))
-        raise ToolError(f"{where} should be one of {allowed}, not {_shown(value)}")
-    if isinstance(value, dict):
-        return _check_object(schema, value, where)
+        raise ToolError(f"{where} should be one of {_shown(schema['enum'])}, not {_shown(value)}")
     if isinstance(value, list):
-        items = schema.get("items", {})
+        items = schema.get("items")
         return [check_value(items, v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if isinstance(value, dict):
+        return _check_object(schema, value, "" if where == "arguments" else where + ".")
     return value
 
 
-def _check_options(options, value, where):
-    for option in options:
-        try:
-            return check_value(option, value, where)
-        except ToolError as e:
-            error = e
-    raise error
-
-
 def _coerced(kinds, value, where):
-    def fits(v):
-        return any(isinstance(v, _TYPES.get(k, object)) and not (
-            isinstance(v, bool) and k in ("integer", "number")) for k in kinds)
-    if not kinds or fits(value):
-        return value
-    if isinstance(value, float) and value.is_integer() and "integer" in kinds:
-        return int(value)
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    candidates = [value]
+    if isinstance(value, float) and value.is_integer():
+        candidates.append(int(value))
     if isinstance(value, str):                            # "10", "true", "True", "[1, 2]"
         with contextlib.suppress(ValueError, RecursionError):
-            parsed = json.loads(value.lower() if value in ("True", "False") else value)
-            if fits(parsed):
-                return parsed
+            candidates.append(json.loads(value.lower() if value in ("True", "False") else value))
+    for candidate in candidates:
+        kind = JSON_TYPES.get(type(candidate).__name__)
+        if not kinds or kind in kinds or kind == "integer" and "number" in kinds:
+            return candidate
     raise ToolError(f"{where} should be of type {' or '.join(kinds)}, not {_shown(value)}")
 
 
-def _check_object(schema, value, where):
+def _check_object(schema, value, prefix):
     properties, required = schema.get("properties") or {}, schema.get("required") or []
-    prefix = "" if where == "arguments" else where + ": " if " " in where else where + "."
     value = {k: v for k, v in value.items()               # null for something optional: left out
              if v is not None or k not in properties or k in required}
-    missing = ", ".join(prefix + k for k in required if k not in value)
-    unknown = ", ".join(prefix + k for k in value if k not in properties)
+    missing = [prefix + k for k in required if k not in value]
+    unknown = [prefix + k for k in value if k not in properties]
     if missing:
-        raise ToolError(f"missing: {missing}")
+        raise ToolError(f"missing: {', '.join(missing)}")
     if unknown and schema.get("additionalProperties") is False:
-        raise ToolError(f"unknown: {unknown}; there are {', '.join(properties) or 'none'}")
-    return {k: check_value(properties.get(k, {}), v, prefix + k) for k, v in value.items()}
+        raise ToolError(f"unknown: {', '.join(unknown)}; there are {', '.join(properties)}")
+    return {k: check_value(properties.get(k), v, prefix + k) for k, v in value.items()}
 
 
 def _shown(value):
-    return one_line(json.dumps(value, ensure_ascii=False), 60)
+    return one_line(json.dumps(value, ensure_ascii=False))
 
 
 # ---- running calls
@@ -1657,31 +1641,21 @@ class Toolbox:
 
     def run_all(self, calls: list[ToolCall], cancel: Cancel) -> list[ToolResult]:
         """Return one result for each call, in order.  Neighbours that only read run in parallel."""
-        results = []
-        while len(results) < len(calls):
-            rest = calls[len(results):]
-            n_reads = next((n for n, c in enumerate(rest) if not self._is_read_only(c)), len(rest))
-            results += run_parallel("tool", [lambda c=c: self._run(c, cancel)
-                                             for c in rest[:max(1, n_reads)]])
+        results, reads = [], {name for name, t in self.tools.items() if t.level == 1}
+        for only_read, group in itertools.groupby(calls, lambda c: c.name.strip() in reads):
+            runs = [lambda c=c: self._run(c, cancel) for c in group]
+            results += run_parallel("tool", runs) if only_read else [run() for run in runs]
         return results
 
     def refuse_all(self, calls: list[ToolCall], why: str) -> list[ToolResult]:
         """Run nothing, and answer each call with the reason."""
-        results = [ToolResult(c, "Error: " + why, False) for c in calls]
-        for result in results:
-            self._tell(result, {}, 0.0)
-        return results
-
-    def _is_read_only(self, call):
-        t = self.tools.get(call.name.strip())
-        return t is not None and t.level == 1
+        return [self._told(ToolResult(c, "Error: " + why, False), {}, 0.0) for c in calls]
 
     def _run(self, call, cancel):
         arguments, started = {}, time.monotonic()
         try:
             cancel.check()
-            t = self._find(call.name.strip())
-            arguments = parse_arguments(call.arguments)
+            t, arguments = self._find(call.name.strip()), parse_arguments(call.arguments)
             has_own = "reason" in (t.parameters.get("properties") or {})
             reason = "" if has_own else str(arguments.pop("reason", ""))
             arguments = check_value(t.parameters, arguments)
@@ -1693,22 +1667,26 @@ class Toolbox:
             if decision.kind == "edit":
                 arguments = check_value(t.parameters, decision.arguments)
             started = time.monotonic()                    # the person's time is not the tool's
-            result = ToolResult(call, str(t.run(arguments, cancel)))
-        except Cancelled as e:
-            result = ToolResult(call, f"Error: cancelled, {e}", False)
+            ok, text = True, str(t.run(arguments, cancel))
         except PaiError as e:
-            result = ToolResult(call, f"Error: {e}", False)
+            cancelled = "cancelled, " if isinstance(e, Cancelled) else ""
+            ok, text = False, f"Error: {cancelled}{e}"
         except BaseException as e:       # border: a tool's bug, or its exit(), is a result
-            result = ToolResult(call, f"Error: {type(e).__name__}: {e}", False)
-        text = clip(clean(self._mask(result.text)), MAX_RESULT_CHARS) or "(no output)"
-        result = result._replace(text=text)
-        self._tell(result, arguments, time.monotonic() - started)
-        return result
+            ok, text = False, f"Error: {type(e).__name__}: {e}"
+        text = clip(clean(self._mask(text)), MAX_RESULT_CHARS) or "(no output)"
+        return self._told(ToolResult(call, text, ok), arguments, time.monotonic() - started)
 
-    def _tell(self, result, arguments, seconds):
+    def _find(self, name):
+        if name not in self.tools:
+            near, names = did_you_mean(name, self.tools), ", ".join(self.tools)
+            raise ToolError(f"there is no tool {name!r}{near}; the tools are {names}")
+        return self.tools[name]
+
+    def _told(self, result, arguments, seconds):
         self._on_event({"type": "result", "id": result.call.id, "tool": result.call.name,
                         "arguments": self._masked(arguments), "ok": result.ok, "text": result.text,
                         "seconds": round(seconds, 3)})
+        return result
 
     def _masked(self, value):
         if isinstance(value, dict):
@@ -1716,12 +1694,6 @@ class Toolbox:
         if isinstance(value, list):
             return [self._masked(v) for v in value]
         return self._mask(value) if isinstance(value, str) else value
-
-    def _find(self, name):
-        if name not in self.tools:
-            near, names = did_you_mean(name, self.tools), ", ".join(self.tools)
-            raise ToolError(f"there is no tool {name!r}{near}; the tools are {names}")
-        return self.tools[name]
 
 
 # ---- providers: whatever returns a list of Tools
@@ -1756,7 +1728,6 @@ def tools_from_json(path: str, run_argv: Callable[[list, Cancel], str], http: Ht
     """
     try:
         entries = json.loads(read_text(path))
-        entries = entries.get("tools") if isinstance(entries, dict) else entries
         if not isinstance(entries, list):
             raise ValueError("it should be a list: [{\"name\": ...}, ...]")
         return [_tool_from_entry(e, run_argv, http, level_at_least) for e in entries]
@@ -1778,7 +1749,6 @@ _ENTRY = {**_OBJECT, "required": ["name", "description"], "properties": {
 def _tool_from_entry(entry, run_argv, http, level_at_least):
     name = entry.get("name")
     entry = check_value(_ENTRY, entry, f"entry {name!r}")
-    level = entry.get("level", 3)
     if not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name):
         raise ValueError(f"{name!r}: a name has letters, digits, _ and -")
     if bool(entry.get("command")) == ("request" in entry):
@@ -1786,32 +1756,40 @@ def _tool_from_entry(entry, run_argv, http, level_at_least):
 
     def run(arguments, cancel):
         if "command" in entry:
-            return run_argv(_filled(entry["command"], arguments, str), cancel)
+            return run_argv(_filled(entry["command"], arguments), cancel)
         request = entry["request"]
         url = _filled(request["url"], arguments, lambda s: urllib.parse.quote(s, safe=""))
-        payload = _filled(request["json"], arguments, str) if "json" in request else None
+        payload = _filled(request.get("json"), arguments)
         method = request.get("method", "GET" if payload is None else "POST")
         answer = http.json(method, url, payload, request.get("headers"), cancel, 60)
-        for key in filter(None, entry.get("result", "").split(".")):
-            try:
-                answer = answer[int(key) if isinstance(answer, list) else key]
-            except (LookupError, ValueError, TypeError):
-                raise ToolError(f"the answer has no {entry['result']}: {_shown(answer)}") from None
-        return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+        return _part(answer, entry.get("result", ""))
     parameters = entry.get("parameters") or {"type": "object", "properties": {}}
-    return Tool(name, entry["description"], parameters, run, max(level, level_at_least))
+    level = max(entry.get("level", 3), level_at_least)
+    return Tool(name, entry["description"], parameters, run, level)
 
 
-def _filled(template, arguments, encode):
-    """Put arguments where {name} stands; anything else in braces stays as it is."""
-    if isinstance(template, dict):
-        return {k: _filled(v, arguments, encode) for k, v in template.items()}
-    if isinstance(template, list):
-        return [_filled(v, arguments, encode) for v in template]
-    if not isinstance(template, str):
-        return template
-    values = {f"{{{k}}}": v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
-    return re.sub(r"\{\w+\}", lambda m: encode(values[m[0]]) if m[0] in values else m[0], template)
+def _filled(template, arguments, encode=str):
+    """Put arguments where {name} stands; anything else in braces stays as it is.
+
+    Works on the template's JSON text, which reaches strings at any depth; what goes in is escaped.
+    """
+    def value(match):
+        if match[1] not in arguments:
+            return match[0]
+        v = arguments[match[1]]
+        return json.dumps(encode(v if isinstance(v, str) else json.dumps(v)))[1:-1]
+    return json.loads(re.sub(r"\{(\w+)\}", value, json.dumps(template, ensure_ascii=False)))
+
+
+def _part(answer, path):
+    """Return a part of a JSON answer as text: "results.0.title"; all of it for ""."""
+    part = answer
+    for key in filter(None, path.split(".")):
+        try:
+            part = part[int(key) if isinstance(part, list) else key]
+        except (LookupError, ValueError, TypeError):
+            raise ToolError(f"the answer has no {path}: {_shown(answer)}") from None
+    return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
 
 
 # =============================================================================

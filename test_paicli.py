@@ -1121,7 +1121,7 @@ class TestTools(Case):
                              ("str | None", {"type": "string"}), ("typing.Optional[int]", {"type": "integer"}),
                              ("Literal['a', 'b']", {"enum": ["a", "b"]}), ("Literal[1, 2]", {"enum": [1, 2]}),
                              ("list[Optional[int]]", {"type": "array", "items": {"type": "integer"}}), ("int | str", {}),
-                             ("Anything", {"type": "string"})):
+                             ("str", {"type": "string"}), ("list[int] | str", {})):
             self.assertEqual(schema, paicli.schema_of(hint), hint)
 
     def test_the_model_is_told_name_schema_and_to_give_a_reason(self):
@@ -1146,7 +1146,7 @@ class TestTools(Case):
             "any": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "ref": {"$ref": "#/x"}}}
         good = {"path": "a", "mode": "r", "n": "5", "list": '[{"x": "1"}]', "any": None, "ref": [1]}
         self.assertEqual({**good, "n": 5, "list": [{"x": 1}], "any": None}, {"any": None, **paicli.check_value(schema, good)})
-        for change, said in (({"path": None}, "path should be of type string"), ({"mode": "x"}, 'mode should be one of "r", "w", not "x"'),
+        for change, said in (({"path": None}, "path should be of type string"), ({"mode": "x"}, r'mode should be one of \["r", "w"\], not "x"'),
                              ({"n": "x"}, "n should be of type integer"), ({"list": [{"x": "y"}]}, r"list\[0\].x should be"),
                              ({"any": "x"}, "any should be"),
                              ({"nope": 1}, "unknown: nope; there are path, mode")):
