@@ -1561,7 +1561,7 @@ def check_value(schema: dict, value, where: str = "arguments"):
     {"type": "integer"}, "10" -> 10.  A string field is never coerced.  Raises ToolError that
     names the field.
     """
-    if not schema or schema is True or "$ref" in schema:
+    if not isinstance(schema, dict) or not schema or "$ref" in schema:
         return value
     *others, last = schema.get("anyOf") or schema.get("oneOf") or [{}]
     for option in others:
@@ -1798,7 +1798,7 @@ def _part(answer, path):
 # What a coding agent can do: read, write, edit and list files, run commands, start projects.
 #
 #     path --> Workspace.resolve --> inside the fence? --> FileTools
-#     command --> bash, own process group --> Output: head, tail, the rest in a file --> ShellTools
+#     command --> bash, own process group --> Output: head, tail, and a file --> ShellTools
 #
 # In: the arguments of a call.  Out: text for the model; ToolError says what it can do instead.
 # Trap: a file is bytes.  Line ends, BOM, encoding and mode must come back as they were.  And a
@@ -1810,9 +1810,9 @@ def _part(answer, path):
 # Tests: TestBuiltInTools (exercise, 2 of 3 stars).
 
 MAX_FILE_BYTES = 50 << 20
-MAX_READ_LINES = 2000
+MAX_READ_LINES, MAX_LISTED = 2000, 500
 HEAD_BYTES, TAIL_BYTES = 10000, 20000    # of a command's output, for the model
-MAX_SPOOL_BYTES = 20 << 20               # of it kept in a file to look into
+MAX_KEPT_BYTES = 20 << 20                # of it, to look into
 GRACE_S = 1.0                            # between TERM and KILL
 
 
@@ -1823,35 +1823,24 @@ class Workspace:
         self.root = os.path.realpath(root)
         self.folders = [self.root, *(os.path.realpath(f) for f in more)]
         # PAICLI_HOME: who may write tools.py there runs code at the next start.
-        self.closed = os.path.realpath(closed) if closed else None
+        self.closed = closed and os.path.realpath(closed)
 
-    def resolve(self, path: str, may_differ: bool = True) -> str:
-        """Return the real absolute path.  Raises ToolError if it leads outside, by .. or a link.
-
-        `may_differ`: a missing file may be found by another spelling of its name; not to write.
-        """
+    def resolve(self, path: str) -> str:
+        """Return the real absolute path.  Raises ToolError if it leads outside, by .. or a link."""
         trap = path_trap(path)
         if trap:
             raise ToolError(f"{path!r} {trap}")
-        full = os.path.join(self.root, os.path.expanduser(path))
-        if may_differ and not os.path.lexists(full):
-            full = _other_spelling(full) or full
-        real = os.path.realpath(full)
+        real = os.path.realpath(os.path.join(self.root, os.path.expanduser(path)))
         inside = [f for f in self.folders if _is_in(real, f)]
-        if inside and self.closed and _is_in(real, self.closed) and inside == [self.root]:
-            raise ToolError(f"{path} belongs to PaiCLI itself, not to the workspace")
         if not inside:
             raise ToolError(f"{path} is outside the workspace {self.root}")
+        if inside == [self.root] and self.closed and _is_in(real, self.closed):
+            raise ToolError(f"{path} belongs to PaiCLI itself, not to the workspace")
         return real
-
-    def show(self, path: str) -> str:
-        """Return a path as the person would write it: relative, with forward slashes."""
-        shown = os.path.relpath(path, self.root) if _is_in(path, self.root) else path
-        return shown.replace(os.sep, "/")
 
 
 def _is_in(path, folder):
-    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
+    return (path + os.sep).startswith(folder.rstrip(os.sep) + os.sep)
 
 
 def path_trap(path: str, windows: bool = WINDOWS) -> str:
@@ -1863,27 +1852,23 @@ def path_trap(path: str, windows: bool = WINDOWS) -> str:
         return "is not a path"
     if re.match(r"[\\/]{2}|[\\/]\?\?[\\/]" if windows else r"\\\\|\\\?\?\\|//[?.]/", path):
         return "is a network or device path"
-    name = re.split(r"[/\\]", path)[-1]
-    if windows and re.match(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", name, re.I):
+    if windows and re.search(r"(^|[\\/])(con|prn|aux|nul|com\d|lpt\d)(\.[^\\/]*)?$", path, re.I):
         return "is a reserved name on Windows"
-    if windows and (":" in path[2:] or re.match(r"[a-z]:(?![/\\])", path, re.I)
-                    or name not in (".", "..") and name.endswith((".", " "))):
-        return "is not a plain Windows path"
+    if windows and re.search(r"^..+:|^[a-z]:(?![\\/])|(^|[\\/])(?!\.\.?$)[^\\/]*[. ]$", path, re.I):
+        return "is not a plain Windows path"              # a stream; relative to a drive; "x."
     return ""
 
 
-def _other_spelling(full):
-    """The one file whose name differs only in Unicode form, quotes or spaces: macOS spells so."""
+def _other_spelling(path):
+    """The one path whose name differs only in Unicode form, quotes or spaces: macOS spells so."""
     import unicodedata
 
     def plain(name):
         name = unicodedata.normalize("NFC", name).replace("\u2019", "'").replace("\u2018", "'")
         return re.sub(r"\s", " ", name)
-    folder, name = os.path.split(full)
-    with contextlib.suppress(OSError):
-        same = [n for n in os.listdir(folder) if plain(n) == plain(name)]
-        return os.path.join(folder, same[0]) if len(same) == 1 else None
-    return None
+    folder, name = os.path.split(path)
+    same = [n for n in os.listdir(folder) if plain(n) == plain(name)]
+    return os.path.join(folder, same[0]) if len(same) == 1 else path
 
 
 class FileText(NamedTuple):
@@ -1892,35 +1877,29 @@ class FileText(NamedTuple):
     encoding: str = "utf-8"
     bom: bytes = b""
 
-    @property
-    def is_crlf(self) -> bool:
-        """True if every line ends in CR LF."""
-        return "\r\n" in self.text and "\n" not in self.text.replace("\r\n", "")
-
     def encode(self, text: str) -> bytes:
-        """Return another text as bytes of the same kind.  Raises ToolError if that can't be."""
+        """Return another text as bytes of the same kind: line ends, encoding, BOM."""
+        lone = r"(?<!\r)\n"              # the model writes \n also where the file has \r\n
+        if "\r\n" in self.text and not re.search(lone, self.text):
+            text = re.sub(lone, "\r\n", text)
         try:
             return self.bom + text.encode(self.encoding)
         except UnicodeEncodeError as e:
-            missing = e.object[e.start]
-            raise ToolError(f"the file is {self.encoding}, which has no {missing!r}") from None
+            raise ToolError(f"the file is {self.encoding}, which has no {e.object[e.start]!r}: use "
+                            "other characters, or delete it first to write UTF-8") from None
 
 
 def decode_file(data: bytes) -> FileText:
     """Take a file's bytes apart: BOM, strict UTF-8, else a guess.  Raises ToolError if binary."""
-    for bom, encoding in ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"),
-                          (b"\xfe\xff", "utf-16-be")):
-        if data.startswith(bom):
-            with contextlib.suppress(UnicodeDecodeError):
-                return FileText(data[len(bom):].decode(encoding), encoding, bom)
-    if b"\0" in data[:8192]:
-        raise ToolError("is a binary file")
-    with contextlib.suppress(UnicodeDecodeError):
-        return FileText(data.decode("utf-8"))
+    boms = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
+    bom, encoding = next((b for b in boms if data.startswith(b[0])), (b"", "utf-8"))
     # Chinese comes in pairs of high bytes; an accent of latin-1 stands alone between letters.
-    if re.fullmatch(rb"(?:[\0-\x7f]|[\xa1-\xf7][\xa1-\xfe])*", data):
-        return FileText(data.decode("gb18030", "replace"), "gb18030")
-    return FileText(data.decode("latin-1"), "latin-1")
+    is_chinese = re.fullmatch(rb"(?:[\0-\x7f]|[\xa1-\xf7][\xa1-\xfe])*", data)
+    for guess in (encoding, "gb18030" if is_chinese else "latin-1", "latin-1"):
+        if b"\0" in data[:8192] and "16" not in guess:
+            raise ToolError("this is a binary file: only a command can look into it")
+        with contextlib.suppress(UnicodeDecodeError):
+            return FileText(data[len(bom):].decode(guess), guess, bom)
 
 
 class FileTools:
@@ -1932,36 +1911,33 @@ class FileTools:
     def load(self, path: str) -> tuple[str, FileText]:
         """Return (real path, its text).  Raises ToolError for what is no regular text file."""
         real = self.workspace.resolve(path)
+        folder, name = os.path.split(real)
         try:
+            if not os.path.lexists(real):
+                real = self.workspace.resolve(_other_spelling(real))
             mode = os.stat(real).st_mode
-            if stat.S_ISDIR(mode):
-                raise ToolError(f"{path} is a folder: use list_dir")
             if not stat.S_ISREG(mode):
-                raise ToolError(f"{path} is not a regular file (a pipe, socket or device)")
+                raise ToolError(f"{path} is a folder: use list_dir" if stat.S_ISDIR(mode) else
+                                f"{path} is not a regular file (a pipe, socket or device)")
             with open(real, "rb") as f:
                 data = f.read(MAX_FILE_BYTES + 1)
         except FileNotFoundError:
-            raise ToolError(f"there is no file {path}{self._near(real)}") from None
+            names = os.listdir(folder) if os.path.isdir(folder) else []
+            raise ToolError(f"there is no file {path}{did_you_mean(name, names)}") from None
         except OSError as e:
             raise ToolError(f"Reading failed: {path}: {e.strerror}") from None
         if len(data) > MAX_FILE_BYTES:
             raise ToolError(f"{path} has over {MAX_FILE_BYTES >> 20} MB: use grep, head or tail")
-        try:
-            return real, decode_file(data)
-        except ToolError as e:
-            raise ToolError(f"{path} {e}") from None
+        return real, decode_file(data)
 
-    def _near(self, real):
-        with contextlib.suppress(OSError):
-            return did_you_mean(os.path.basename(real), os.listdir(os.path.dirname(real)))
-        return ", nor its folder"
-
-    def _save(self, path, real, data, new_text=""):
+    def _save(self, path, real, file, text, new_text):
+        """Write a text as the kind of file it was; `new_text` is what the model wrote of it."""
         if MASK in new_text:
             raise ToolError(f"the text contains {MASK}, which stands for a secret you can't see; "
                             "edit around it instead")
         if os.path.lexists(real) and not os.access(real, os.W_OK):
             raise ToolError(f"Writing failed: {path} is read-only; nothing was changed")
+        data = file.encode(text)
         try:
             os.makedirs(os.path.dirname(real), exist_ok=True)
             atomic_write(real, data)
@@ -1979,19 +1955,18 @@ class FileTools:
         numbered: put line numbers in front
         """
         _, file = self.load(path)
-        lines = file.text.replace("\r\n", "\n").split("\n")
-        if lines[-1] == "":
-            lines.pop()
-        first = max(1, start_line)
-        last = min(end_line if end_line > 0 else len(lines), len(lines), first + MAX_READ_LINES - 1)
-        if first > max(1, len(lines)) or 0 < end_line < first:
-            raise ToolError(f"{path} has {len(lines)} lines, none from {first} to {end_line}")
-        shown = "\n".join((f"{n}\t" if numbered else "") + lines[n - 1]
-                          for n in range(first, last + 1))
-        notes = [file.encoding] * (file.encoding != "utf-8")
-        notes += [f"lines {first} to {last} of {len(lines)}"] * (last - first + 1 < len(lines))
-        note = f" ({', '.join(notes)})" if notes else ""
-        return f"File content{note}:\n{shown}" if lines else "The file is empty."
+        if not file.text:
+            return "The file is empty."
+        lines = re.sub(r"\n\Z", "", file.text.replace("\r\n", "\n")).split("\n")
+        first, n = max(1, start_line), len(lines)
+        last = min(end_line if end_line > 0 else n, n, first + MAX_READ_LINES - 1)
+        if last < first:
+            raise ToolError(f"{path} has {n} lines, none from {first} to {end_line}")
+        notes = [file.encoding] if file.encoding != "utf-8" else []
+        notes += [f"lines {first} to {last} of {n}"] if last - first + 1 < n else []
+        shown = [f"{i}\t{line}" if numbered else line
+                 for i, line in enumerate(lines[first - 1:last], first)]
+        return "\n".join([f"File content{' (' + ', '.join(notes) + ')' if notes else ''}:", *shown])
 
     @tool(2)
     def write_file(self, path: str, content: str) -> str:
@@ -2001,17 +1976,11 @@ class FileTools:
         path: relative to the workspace
         content: the file's whole text
         """
-        real, old, note = self.workspace.resolve(path, may_differ=False), FileText(""), ""
+        real, file = self.workspace.resolve(path), FileText("")
         if os.path.lexists(real):
-            real, old = self.load(path)
-        if old.is_crlf and "\r\n" not in content:
-            content = content.replace("\n", "\r\n")
-        try:
-            data = old.encode(content)
-        except ToolError:
-            data, note = content.encode("utf-8"), f"; it was {old.encoding} and is UTF-8 now"
-        self._save(path, real, data, content)
-        return f"File written: {self.workspace.show(real)} ({len(data)} bytes){note}"
+            real, file = self.load(path)
+        self._save(path, real, file, content, content)
+        return f"File written: {path} ({os.path.getsize(real)} bytes)"
 
     @tool(2)
     def edit_file(self, path: str, old_text: str, new_text: str, replace_all: bool = False) -> str:
@@ -2024,22 +1993,22 @@ class FileTools:
         replace_all: replace each place instead of the only one
         """
         real, file = self.load(path)
-        if not old_text or old_text == new_text:
-            raise ToolError("old_text is empty: to write a new file, use write_file" if not old_text
-                            else "old_text and new_text are the same: nothing would change")
-        places = [] if file.is_crlf else find_all(file.text, old_text)
-        if not places and "\r\n" in file.text:           # the model writes \n, the file has \r\n
-            old_text, new_text = (re.sub(r"\r?\n", "\r\n", t) for t in (old_text, new_text))
-            places = find_all(file.text, old_text)
-        numbers = (file.text.count("\n", 0, at) + 1 for at in places[:10])
-        lines = ", ".join(map(str, dict.fromkeys(numbers)))
+        if not old_text:
+            raise ToolError("old_text is empty: to write a new file, use write_file")
+        if old_text == new_text:
+            raise ToolError("old_text and new_text are the same: nothing would change")
+        # Where the model writes \n, the file may have \r\n.
+        pattern = re.escape(old_text.replace("\r\n", "\n")).replace("\\\n", r"(?:\r\n|(?<!\r)\n)")
+        places = [m.start() for m in re.finditer(f"(?={pattern})", file.text)]    # overlapping too
         if not places:
             raise ToolError(f"old_text is not in {path}{_almost(file.text, old_text)}")
+        lines = ", ".join(str(file.text.count("\n", 0, at) + 1) for at in places[:10])
         if len(places) > 1 and not replace_all:
             raise ToolError(f"old_text is in {path} {len(places)} times, at lines {lines}: give "
                             "more of the lines around it, or set replace_all")
-        self._save(path, real, file.encode(file.text.replace(old_text, new_text)), new_text)
-        return f"File edited: {self.workspace.show(real)} (line {lines})"
+        text = re.sub(pattern, lambda match: new_text, file.text)
+        self._save(path, real, file, text, new_text)
+        return f"File edited: {path} (line {lines})"
 
     @tool(1)
     def list_dir(self, path: str = ".") -> str:
@@ -2047,19 +2016,17 @@ class FileTools:
 
         path: relative to the workspace
         """
-        real = self.workspace.resolve(path)
+        real, lines = self.workspace.resolve(path), []
         try:
-            with os.scandir(real) as found:
-                entries = sorted(found, key=lambda e: (not os.path.isdir(e.path), e.name))
+            for name in sorted(os.listdir(real)):
+                full = os.path.join(real, name)
+                is_folder = os.path.isdir(full)
+                lines.append(name + "/" if is_folder else f"{name}  {os.lstat(full).st_size}")
         except OSError as e:
             raise ToolError(f"Listing failed: {path}: {e.strerror}") from None
-        lines = []
-        for e in entries[:500]:
-            with contextlib.suppress(OSError):            # it may have gone meanwhile
-                size = f"  {e.stat(follow_symlinks=False).st_size}"
-                lines.append(e.name + ("/" if os.path.isdir(e.path) else size))
-        more = [f"... and {len(entries) - 500} more"] if len(entries) > 500 else []
-        return "\n".join(lines + more) or "(empty folder)"
+        if len(lines) > MAX_LISTED:
+            lines[MAX_LISTED:] = [f"... and {len(lines) - MAX_LISTED} more"]
+        return "\n".join(lines) or "(empty folder)"
 
     @tool(2)
     def create_project(self, name: str, type: Literal["java", "python", "node"]) -> str:
@@ -2069,26 +2036,19 @@ class FileTools:
         """
         if not re.fullmatch(r"[A-Za-z][\w.-]*", name, re.ASCII):
             raise ToolError("a project name starts with a letter; digits, _ . and - may follow")
-        folder = self.workspace.resolve(name, may_differ=False)
+        folder = self.workspace.resolve(name)
         if os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
             raise ToolError(f"{name} exists and is not empty: nothing was changed")
         module = re.sub(r"\W", "_", name).lower()
         for path, text in PROJECTS[type].items():
-            real = os.path.join(folder, *path.replace("MODULE", module).split("/"))
-            text = text.replace("MODULE", module).replace("NAME", name)
-            self._save(path, real, text.encode("utf-8"))
+            path, text = (t.replace("MODULE", module).replace("NAME", name) for t in (path, text))
+            self._save(path, os.path.join(folder, *path.split("/")), FileText(""), text, "")
         return f"Project created: {name} (type: {type})"
-
-
-def find_all(text: str, piece: str) -> list[int]:
-    """Return where a piece occurs, overlapping places too: "aaa", "aa" -> [0, 1]."""
-    return [m.start() for m in re.finditer(f"(?={re.escape(piece)})", text)]
 
 
 def _almost(text, piece):
     """Point at the place that differs from the piece only in white space."""
-    words = [re.escape(w) for w in piece.split()]
-    match = re.search(r"\s+".join(words), text) if words else None
+    match = re.search(r"\s+".join(map(re.escape, piece.split())) or r"\Z.", text)
     if not match:
         return ": read the file again, it may have changed"
     line = text.count("\n", 0, match.start()) + 1
@@ -2097,8 +2057,7 @@ def _almost(text, piece):
 
 PROJECTS = {
     "java": {
-        "pom.xml": """<?xml version="1.0" encoding="UTF-8"?>
-<project xmlns="http://maven.apache.org/POM/4.0.0">
+        "pom.xml": """<project xmlns="http://maven.apache.org/POM/4.0.0">
   <modelVersion>4.0.0</modelVersion>
   <groupId>com.example</groupId>
   <artifactId>NAME</artifactId>
@@ -2120,7 +2079,7 @@ public class Main {
 """},
     "python": {
         "pyproject.toml": '[project]\nname = "NAME"\nversion = "0.1.0"\n',
-        "MODULE/__init__.py": 'def hello():\n    """Return a greeting."""\n    return "NAME"\n',
+        "MODULE.py": 'def hello():\n    """Return a greeting."""\n    return "NAME"\n',
         "test_MODULE.py": """import unittest
 
 import MODULE
@@ -2131,8 +2090,7 @@ class TestHello(unittest.TestCase):
         self.assertEqual("NAME", MODULE.hello())
 """},
     "node": {
-        "package.json": '{\n  "name": "MODULE",\n  "version": "0.1.0",\n  "main": "index.js",\n'
-                        '  "scripts": {"test": "node test.js"}\n}\n',
+        "package.json": '{"name": "MODULE", "version": "0.1.0", "scripts": {"test": "node test"}}',
         "index.js": 'exports.hello = () => "NAME";\n',
         "test.js": 'require("assert").strictEqual(require("./index").hello(), "NAME");\n'},
 }
@@ -2141,59 +2099,56 @@ class TestHello(unittest.TestCase):
 # ---- commands
 
 class Output:
-    """What a process printed: whole while it is short, else its head and tail, and a file."""
+    """What a process printed: its start, up to MAX_KEPT_BYTES, and its tail."""
 
-    def __init__(self, spool_path: str):
-        self.spool_path = spool_path     # where a long output can be read in full
+    def __init__(self, path: str):
+        self.path = path                 # the file that gets what is too long to show
         self.n_bytes = 0
         self._lock = threading.Lock()    # written on one thread, read on another
-        self.n_spooled = 0               # how much of it is in the file; guarded by _lock
-        self._head, self._tail, self._spool = b"", b"", None
+        self._n_told, self._start, self._tail = 0, bytearray(), b""          # guarded by _lock
 
     def add(self, data: bytes) -> None:
         """Take the next bytes."""
         with self._lock:
-            self._add(data)
+            self._start += data[:MAX_KEPT_BYTES - len(self._start)]
+            self._tail = (self._tail + data)[-HEAD_BYTES - TAIL_BYTES:]
+            self.n_bytes += len(data)
 
-    def _add(self, data):
-        is_long = self.n_bytes + len(data) > HEAD_BYTES + TAIL_BYTES
-        if is_long and self.n_spooled in (0, self.n_bytes) and self.n_bytes < MAX_SPOOL_BYTES:
-            with contextlib.suppress(OSError):            # a full disk must not stop the command
-                self._write(data if self._spool else self._tail + data)
-        self._head += data[:max(0, HEAD_BYTES - self.n_bytes)]
-        self._tail = (self._tail + data)[-HEAD_BYTES - TAIL_BYTES:]
-        self.n_bytes += len(data)
-
-    def _write(self, data):
-        if self._spool is None:
-            os.makedirs(os.path.dirname(self.spool_path), mode=0o700, exist_ok=True)
-            self._spool = open(self.spool_path, "wb", buffering=0,
-                               opener=lambda path, flags: os.open(path, flags, 0o600))
-        self.n_spooled += self._spool.write(data)
-
-    def text(self, seen: int = 0) -> str:
-        """Return it, without the first `seen` bytes, and with what was left out said."""
+    def text(self) -> str:
+        """Return what came since it was last asked; of too much of it head, tail and a note."""
         with self._lock:
-            return self._text(seen)
+            at, self._n_told = self._n_told, self.n_bytes
+            n_left_out = self.n_bytes - at - HEAD_BYTES - TAIL_BYTES
+            if n_left_out <= 0:
+                return _readable(self._tail[len(self._tail) - self.n_bytes + at:])
+            note = f"{n_left_out} of {self.n_bytes} bytes left out; {self._keep()}"
+            return (f"{_readable(self._start[at:at + HEAD_BYTES])}\n[... {note} ...]\n"
+                    f"{_readable(self._tail[-TAIL_BYTES:])}")
 
-    def _text(self, seen):
-        n_new = self.n_bytes - seen
-        if n_new <= len(self._tail):
-            data, note = self._tail[len(self._tail) - n_new:], ""
-        else:
-            where = f"read_file {self.spool_path} has " + (
-                "all" if self.n_spooled == self.n_bytes else f"the first {self.n_spooled}")
-            note = (f"\n[... {n_new - HEAD_BYTES - TAIL_BYTES} of {self.n_bytes} bytes left out; "
-                    f"{where if self.n_spooled else 'they could not be kept'} ...]\n")
-            data = self._tail[-TAIL_BYTES:] if not seen else self._tail
-        decoded = [d.decode("utf-8", "replace").replace("\r\n", "\n").replace("\0", "\ufffd")
-                   for d in (self._head if note and not seen else b"", data)]
-        return decoded[0] + note + decoded[1]
+    def _keep(self):
+        try:
+            os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
+            atomic_write(self.path, self._start, 0o600)
+        except OSError:                                   # a full disk is no reason to fail
+            return "they could not be kept"
+        n = len(self._start)
+        return f"read_file {self.path} has {'all' if n == self.n_bytes else f'the first {n}'}"
 
-    def close(self) -> None:
-        """Close the file."""
-        if self._spool:
-            self._spool.close()
+
+def _readable(data):
+    return data.decode("utf-8", "replace").replace("\r\n", "\n").replace("\0", "\ufffd")
+
+
+def has_group(process: subprocess.Popen) -> bool:
+    """True while the process, or any other of its group, lives."""
+    is_over = process.poll() is not None                  # a dead leader stays until asked for
+    if WINDOWS:
+        return not is_over
+    try:
+        os.killpg(process.pid, 0)
+        return True
+    except (ProcessLookupError, PermissionError):         # nobody is left
+        return False
 
 
 def kill_tree(process: subprocess.Popen) -> None:
@@ -2202,16 +2157,12 @@ def kill_tree(process: subprocess.Popen) -> None:
         subprocess.run(["taskkill", "/T", "/F", "/PID", str(process.pid)], check=False,
                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         return
-    for sig, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
-        deadline = time.monotonic() + patience_s
-        try:
+    for sig in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + GRACE_S
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, sig)
-            while time.monotonic() < deadline:
-                process.poll()                            # a dead leader stays until asked for
-                os.killpg(process.pid, 0)
-                time.sleep(0.01)
-        except (ProcessLookupError, PermissionError):     # nobody is left
-            return
+        while has_group(process) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 class Process:
@@ -2223,16 +2174,15 @@ class Process:
                "GIT_EDITOR": "false", "GIT_SEQUENCE_EDITOR": "false", "EDITOR": "false"}
         group = {"creationflags": 0x200} if WINDOWS else {"start_new_session": True}
         self.output, self.started = output, time.monotonic()
-        self._popen = subprocess.Popen(argv, cwd=cwd, env=env, stdin=subprocess.DEVNULL,
-                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **group)
+        self.popen = subprocess.Popen(argv, cwd=cwd, env=env, stdin=subprocess.DEVNULL,
+                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **group)
         self._reader = Job("output", self._read)
-        self._waiter = Job("wait", self._popen.wait)
+        self._waiter = Job("wait", self.popen.wait)
 
     def _read(self):
-        with self._popen.stdout as pipe:
+        with self.popen.stdout as pipe:
             for data in iter(lambda: os.read(pipe.fileno(), 65536), b""):
                 self.output.add(data)
-        self.output.close()
 
     def wait(self, timeout_s: float, cancel: Cancel) -> int:
         """Return the exit code.  Raises TimeoutError or Cancelled, and then it is killed.
@@ -2240,32 +2190,19 @@ class Process:
         Waits for the shell, not for the end of its output: what it left running holds the pipe.
         """
         try:
-            code = self._waiter.wait(cancel, timeout_s)
+            return self._waiter.wait(cancel, timeout_s)
         except (TimeoutError, Cancelled):
             self.kill()
             raise
         finally:
             with contextlib.suppress(TimeoutError):
                 self._reader.wait(timeout_s=0.3)
-        return code
-
-    def exit_code(self) -> int | None:
-        """Return the exit code, None while it runs."""
-        return self._popen.poll()
 
     def kill(self) -> None:
         """End it and all of its group."""
-        kill_tree(self._popen)
+        kill_tree(self.popen)
         with contextlib.suppress(TimeoutError):           # gone is not yet known to be gone
             self._waiter.wait(timeout_s=GRACE_S)
-
-    def has_group(self) -> bool:
-        """True while any process of the group lives."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if not WINDOWS:
-                os.killpg(self._popen.pid, 0)
-            return not WINDOWS or self.exit_code() is None
-        return False
 
 
 def shell_argv(command: str) -> list[str] | str:
@@ -2275,15 +2212,15 @@ def shell_argv(command: str) -> list[str] | str:
     """
     import shutil
     bash = shutil.which("bash")
-    if bash and not (WINDOWS and re.search("system32|windowsapps", bash, re.I)):   # a Linux's
-        if "|" in command:
-            # A pipe hides a failure in its middle; 141 is only a reader that had enough (head).
-            command = ("exec 9>&1; trap 'p=(\"${PIPESTATUS[@]}\") IFS=\" \"; [[ ${#p[@]} -lt 2 || "
-                       "${p[*]} =~ ^((0|141)\\ ?)+$ ]] || { "
-                       "echo \"[exit codes in the pipe: ${p[*]}]\" >&9; } 2>/dev/null || :' EXIT; "
-                       + command)
-        return [bash, "-c", command]
-    return f'cmd /d /s /c "{command}"' if WINDOWS else ["/bin/sh", "-c", command]
+    if not bash or WINDOWS and re.search("system32|windowsapps", bash, re.I):      # a Linux's
+        return f'cmd /d /s /c "{command}"' if WINDOWS else ["/bin/sh", "-c", command]
+    if "|" in command:
+        # A pipe hides a failure in its middle; 141 is only a reader that had enough (head).
+        command = ("exec 9>&1; trap 'p=(\"${PIPESTATUS[@]}\") IFS=\" \"; [[ ${#p[@]} -lt 2 || "
+                   "${p[*]} =~ ^((0|141)\\ ?)+$ ]] || { "
+                   "echo \"[exit codes in the pipe: ${p[*]}]\" >&9; } 2>/dev/null || :' EXIT; "
+                   + command)
+    return [bash, "-c", command]
 
 
 class ShellTools:
@@ -2292,23 +2229,22 @@ class ShellTools:
     def __init__(self, workspace: Workspace, spool_dir: str, timeout_s: float = 120):
         self.workspace, self.timeout_s = workspace, timeout_s
         self.spool_dir = os.path.realpath(spool_dir)      # long outputs, removed by close()
-        self._tasks = {}                 # id -> [Process, bytes seen]
+        self._tasks = {}                 # id -> Process in the background
         self._running = []               # every Process that may still live
         self._is_closed = False
         self._numbers = itertools.count(1)
         workspace.folders.append(self.spool_dir)          # so that read_file gets at them
 
     def _start(self, argv):
+        if self._is_closed:
+            raise ToolError("not started: paicli is ending")
         path = os.path.join(self.spool_dir, f"output-{next(self._numbers)}.txt")
-        if self._is_closed or not os.path.isdir(self.workspace.root):
-            raise ToolError(f"not started: the folder {self.workspace.root} is gone"
-                            if not self._is_closed else "not started: paicli is ending")
         try:
             process = Process(argv, self.workspace.root, Output(path))
-            self._running = [p for p in self._running if p.has_group()] + [process]
-            return process
         except (OSError, ValueError) as e:
-            raise ToolError(f"could not be started: {getattr(e, 'strerror', None) or e}") from None
+            raise ToolError(f"could not be started: {e}") from None
+        self._running = [p for p in self._running if has_group(p.popen)] + [process]
+        return process
 
     def run_argv(self, argv: list[str], cancel: Cancel, timeout_s: float = 0) -> str:
         """Run a program to its end; return exit code and output.  Raises ToolError, Cancelled."""
@@ -2331,15 +2267,14 @@ class ShellTools:
         background: return at once with an id for task_output and task_stop
         timeout_s: kill it after so many seconds; 0 means the default
         """
-        outside_quotes = re.sub(r"'[^']*'|\"(\\.|[^\"\\])*\"", "", command)
         argv = shell_argv(command)
+        outside_quotes = re.sub(r"'[^']*'|\"(\\.|[^\"\\])*\"", "", command)
         if isinstance(argv, list) and re.search(r">\s*nul(?![\w./-])", outside_quotes, re.I):
             raise ToolError("the shell is not cmd: write /dev/null instead of nul")
         if not background:
             return self.run_argv(argv, cancel or Cancel(), timeout_s)
-        process = self._start(argv)
         id_ = f"task-{len(self._tasks) + 1}"
-        self._tasks[id_] = [process, 0]
+        self._tasks[id_] = self._start(argv)
         return f"Started in the background as {id_}."
 
     def _task(self, id_):
@@ -2353,12 +2288,10 @@ class ShellTools:
 
         id: from execute_command
         """
-        task = self._task(id)
-        process, seen = task
-        code, task[1] = process.exit_code(), process.output.n_bytes
-        state = f"running for {time.monotonic() - process.started:.0f} s" if code is None else (
-            f"finished, {_exit(code)}")
-        return f"{id}: {state}\n{process.output.text(seen)}"
+        process = self._task(id)
+        code, seconds = process.popen.poll(), time.monotonic() - process.started
+        state = f"running for {seconds:.0f} s" if code is None else f"finished, {_exit(code)}"
+        return f"{id}: {state}\n{process.output.text()}"
 
     @tool(1)
     def task_stop(self, id: str) -> str:
@@ -2366,17 +2299,15 @@ class ShellTools:
 
         id: from execute_command
         """
-        process, seen = self._task(id)
+        process = self._task(id)
         process.kill()
-        return f"{id}: stopped\n{process.output.text(seen)}"
+        return f"{id}: stopped\n{process.output.text()}"
 
     def close(self) -> None:
-        """Kill what still runs, and remove the spooled outputs."""
-        self._is_closed = True
-        running = [p.kill for p in self._running if p.has_group()]
-        if running:
-            run_parallel("kill", running)
+        """Kill what still runs, and remove the long outputs."""
         import shutil
+        self._is_closed = True
+        run_parallel("kill", [p.kill for p in self._running if has_group(p.popen)])
         shutil.rmtree(self.spool_dir, ignore_errors=True)
 
 
