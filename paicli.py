@@ -1878,7 +1878,7 @@ class FileText(NamedTuple):
     bom: bytes = b""
 
     def encode(self, text: str) -> bytes:
-        """Return another text as bytes of the same kind: line ends, encoding, BOM."""
+        """Return another text as bytes of the same kind.  Raises ToolError if that can't be."""
         lone = r"(?<!\r)\n"              # the model writes \n also where the file has \r\n
         if "\r\n" in self.text and not re.search(lone, self.text):
             text = re.sub(lone, "\r\n", text)
@@ -1896,7 +1896,7 @@ def decode_file(data: bytes) -> FileText:
     # Chinese comes in pairs of high bytes; an accent of latin-1 stands alone between letters.
     is_chinese = re.fullmatch(rb"(?:[\0-\x7f]|[\xa1-\xf7][\xa1-\xfe])*", data)
     for guess in (encoding, "gb18030" if is_chinese else "latin-1", "latin-1"):
-        if b"\0" in data[:8192] and "16" not in guess:
+        if b"\0" in data[:8192] and not guess.startswith("utf-16"):
             raise ToolError("this is a binary file: only a command can look into it")
         with contextlib.suppress(UnicodeDecodeError):
             return FileText(data[len(bom):].decode(guess), guess, bom)
@@ -1931,7 +1931,7 @@ class FileTools:
         return real, decode_file(data)
 
     def _save(self, path, real, file, text, new_text):
-        """Write a text as the kind of file it was; `new_text` is what the model wrote of it."""
+        """Write a text as a file of the same kind; `new_text` is what the model wrote of it."""
         if MASK in new_text:
             raise ToolError(f"the text contains {MASK}, which stands for a secret you can't see; "
                             "edit around it instead")
@@ -1943,13 +1943,13 @@ class FileTools:
             atomic_write(real, data)
         except OSError as e:
             raise ToolError(f"Writing failed: {path}: {e.strerror}; nothing was changed") from None
+        return len(data)
 
     @tool(1)
     def read_file(self, path: str, start_line: int = 1, end_line: int = 0,
                   numbered: bool = False) -> str:
         """Read a text file of the workspace, whole or some of its lines.
 
-        path: relative to the workspace
         start_line: first line, counted from 1
         end_line: last line; 0 means to the end
         numbered: put line numbers in front
@@ -1963,31 +1963,30 @@ class FileTools:
         if last < first:
             raise ToolError(f"{path} has {n} lines, none from {first} to {end_line}")
         notes = [file.encoding] if file.encoding != "utf-8" else []
-        notes += [f"lines {first} to {last} of {n}"] if last - first + 1 < n else []
-        shown = [f"{i}\t{line}" if numbered else line
-                 for i, line in enumerate(lines[first - 1:last], first)]
-        return "\n".join([f"File content{' (' + ', '.join(notes) + ')' if notes else ''}:", *shown])
+        if last - first + 1 < n:
+            notes.append(f"lines {first} to {last} of {n}")
+        head = f"File content ({', '.join(notes)}):" if notes else "File content:"
+        lines = lines[first - 1:last]
+        if numbered:
+            lines = [f"{i}\t{line}" for i, line in enumerate(lines, first)]
+        return "\n".join([head, *lines])
 
     @tool(2)
     def write_file(self, path: str, content: str) -> str:
         """Write a whole text file, new or in place of the old one; makes missing folders.
         To change a part of a file, use edit_file.
-
-        path: relative to the workspace
-        content: the file's whole text
         """
         real, file = self.workspace.resolve(path), FileText("")
         if os.path.lexists(real):
             real, file = self.load(path)
-        self._save(path, real, file, content, content)
-        return f"File written: {path} ({os.path.getsize(real)} bytes)"
+        n_bytes = self._save(path, real, file, content, content)
+        return f"File written: {path} ({n_bytes} bytes)"
 
     @tool(2)
     def edit_file(self, path: str, old_text: str, new_text: str, replace_all: bool = False) -> str:
         """Replace a piece of a text file. The old text must match exactly and only once:
         give enough lines around it.
 
-        path: relative to the workspace
         old_text: as it stands in the file, without line numbers
         new_text: what shall stand there; taken literally
         replace_all: replace each place instead of the only one
@@ -2001,7 +2000,8 @@ class FileTools:
         pattern = re.escape(old_text.replace("\r\n", "\n")).replace("\\\n", r"(?:\r\n|(?<!\r)\n)")
         places = [m.start() for m in re.finditer(f"(?={pattern})", file.text)]    # overlapping too
         if not places:
-            raise ToolError(f"old_text is not in {path}{_almost(file.text, old_text)}")
+            raise ToolError(f"old_text is not in {path}: read it again and copy from it exactly, "
+                            "with each tab and space")
         lines = ", ".join(str(file.text.count("\n", 0, at) + 1) for at in places[:10])
         if len(places) > 1 and not replace_all:
             raise ToolError(f"old_text is in {path} {len(places)} times, at lines {lines}: give "
@@ -2012,10 +2012,7 @@ class FileTools:
 
     @tool(1)
     def list_dir(self, path: str = ".") -> str:
-        """List a folder: folders end in /, files have their size in bytes.
-
-        path: relative to the workspace
-        """
+        """List a folder: folders end in /, files have their size in bytes."""
         real, lines = self.workspace.resolve(path), []
         try:
             for name in sorted(os.listdir(real)):
@@ -2030,10 +2027,7 @@ class FileTools:
 
     @tool(2)
     def create_project(self, name: str, type: Literal["java", "python", "node"]) -> str:
-        """Create a new project folder with a working start: java (Maven), python or node.
-
-        name: of the folder and the project
-        """
+        """Create a new project folder with a working start: java (Maven), python or node."""
         if not re.fullmatch(r"[A-Za-z][\w.-]*", name, re.ASCII):
             raise ToolError("a project name starts with a letter; digits, _ . and - may follow")
         folder = self.workspace.resolve(name)
@@ -2044,15 +2038,6 @@ class FileTools:
             path, text = (t.replace("MODULE", module).replace("NAME", name) for t in (path, text))
             self._save(path, os.path.join(folder, *path.split("/")), FileText(""), text, "")
         return f"Project created: {name} (type: {type})"
-
-
-def _almost(text, piece):
-    """Point at the place that differs from the piece only in white space."""
-    match = re.search(r"\s+".join(map(re.escape, piece.split())) or r"\Z.", text)
-    if not match:
-        return ": read the file again, it may have changed"
-    line = text.count("\n", 0, match.start()) + 1
-    return f"; line {line} differs only in white space: copy it exactly, tabs are not spaces"
 
 
 PROJECTS = {
@@ -2080,15 +2065,7 @@ public class Main {
     "python": {
         "pyproject.toml": '[project]\nname = "NAME"\nversion = "0.1.0"\n',
         "MODULE.py": 'def hello():\n    """Return a greeting."""\n    return "NAME"\n',
-        "test_MODULE.py": """import unittest
-
-import MODULE
-
-
-class TestHello(unittest.TestCase):
-    def test_hello(self):
-        self.assertEqual("NAME", MODULE.hello())
-"""},
+        "test_MODULE.py": 'import MODULE\n\nassert MODULE.hello() == "NAME"\n'},
     "node": {
         "package.json": '{"name": "MODULE", "version": "0.1.0", "scripts": {"test": "node test"}}',
         "index.js": 'exports.hello = () => "NAME";\n',
@@ -2284,10 +2261,7 @@ class ShellTools:
 
     @tool(1)
     def task_output(self, id: str) -> str:
-        """Say whether a background command still runs, and what it printed since last asked.
-
-        id: from execute_command
-        """
+        """Say whether a background command still runs, and what it printed since last asked."""
         process = self._task(id)
         code, seconds = process.popen.poll(), time.monotonic() - process.started
         state = f"running for {seconds:.0f} s" if code is None else f"finished, {_exit(code)}"
@@ -2295,13 +2269,9 @@ class ShellTools:
 
     @tool(1)
     def task_stop(self, id: str) -> str:
-        """Stop a background command.
-
-        id: from execute_command
-        """
-        process = self._task(id)
-        process.kill()
-        return f"{id}: stopped\n{process.output.text()}"
+        """Stop a background command, and say what it printed since last asked."""
+        self._task(id).kill()
+        return self.task_output(id)
 
     def close(self) -> None:
         """Kill what still runs, and remove the long outputs."""

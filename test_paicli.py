@@ -1368,8 +1368,8 @@ class TestBuiltInTools(Case):
         self.raises(paicli.ToolError, "2 times, at lines 1, 3", self.files.edit_file, "f", "x = 1", "x = 9")
         self.raises(paicli.ToolError, "empty", self.files.edit_file, "f", "", "z")
         self.raises(paicli.ToolError, "the same", self.files.edit_file, "f", "y", "y")
-        self.raises(paicli.ToolError, "not in f: read the file again", self.files.edit_file, "f", "nope", "z")
-        self.raises(paicli.ToolError, "line 2 differs only in white space", self.files.edit_file, "f", "y  =\t2", "z")
+        for old in ("nope", "y  =\t2"):
+            self.raises(paicli.ToolError, "not in f: read it again", self.files.edit_file, "f", old, "z")
         self.files.edit_file("f", "x = 1", "x = 9", replace_all=True)
         self.assertEqual(b"x = 9\ny = 2\nx = 9\n", self.bytes_of("f"))
         self.write("g", "aaa")
@@ -1412,8 +1412,7 @@ class TestBuiltInTools(Case):
         for kind, main in (("java", "src/main/java/com/example/Main.java"), ("node", "index.js"), ("python", "my_app.py")):
             self.assertEqual(f"Project created: my-app{kind} (type: {kind})", self.files.create_project("my-app" + kind, kind))
             self.assertIn(b"my-app", self.bytes_of(f"my-app{kind}/" + main.replace("my_app", "my_app" + kind)))
-        done = subprocess.run([sys.executable, "-m", "unittest"], cwd=self.path("my-apppython"), stderr=subprocess.PIPE)
-        self.assertIn(b"OK", done.stderr)
+        subprocess.run([sys.executable, "test_my_apppython.py"], cwd=self.path("my-apppython"), check=True)
         self.raises(paicli.ToolError, "not empty", self.files.create_project, "my-appnode", "node")
         self.raises(paicli.ToolError, "starts with a letter", self.files.create_project, "../evil", "node")
 
@@ -1516,8 +1515,7 @@ class TestBuiltInTools(Case):
         self.assertTrue(wait_for(lambda: self.shell._tasks["task-1"].output.n_bytes))
         self.assertRegex(self.shell.task_output("task-1"), r"^task-1: running for \d+ s\none")
         self.assertNotIn("one", self.shell.task_output("task-1"))
-        self.assertIn("stopped", self.shell.task_stop("task-1"))
-        self.assertIn("task-1: finished, exit code", self.shell.task_output("task-1"))
+        self.assertIn("task-1: finished, exit code", self.shell.task_stop("task-1"))
         self.raises(paicli.ToolError, "no task 'task-9'; there are task-1", self.shell.task_output, "task-9")
 
     def test_a_process_knows_whether_it_lives(self):
