@@ -1762,7 +1762,12 @@ def _tool_from_entry(entry, run_argv, http, level_at_least):
         payload = _filled(request.get("json"), arguments)
         method = request.get("method", "GET" if payload is None else "POST")
         answer = http.json(method, url, payload, request.get("headers"), cancel, 60)
-        return _part(answer, entry.get("result", ""))
+        for key in filter(None, entry.get("result", "").split(".")):
+            try:
+                answer = answer[int(key) if isinstance(answer, list) else key]
+            except (LookupError, ValueError, TypeError):
+                raise ToolError(f"the answer has no {entry['result']}: {_shown(answer)}") from None
+        return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     parameters = entry.get("parameters") or {"type": "object", "properties": {}}
     level = max(entry.get("level", 3), level_at_least)
     return Tool(name, entry["description"], parameters, run, level)
@@ -1781,24 +1786,13 @@ def _filled(template, arguments, encode=str):
     return json.loads(re.sub(r"\{(\w+)\}", value, json.dumps(template, ensure_ascii=False)))
 
 
-def _part(answer, path):
-    """Return a part of a JSON answer as text: "results.0.title"; all of it for ""."""
-    part = answer
-    for key in filter(None, path.split(".")):
-        try:
-            part = part[int(key) if isinstance(part, list) else key]
-        except (LookupError, ValueError, TypeError):
-            raise ToolError(f"the answer has no {path}: {_shown(answer)}") from None
-    return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
-
-
 # =============================================================================
 # 5. BUILT-IN TOOLS
 # =============================================================================
 # What a coding agent can do: read, write, edit and list files, run commands, start projects.
 #
 #     path --> Workspace.resolve --> inside the fence? --> FileTools
-#     command --> bash, own process group --> Output: head, tail, and a file --> ShellTools
+#     command --> bash --> Process: own group, output kept --> ShellTools
 #
 # In: the arguments of a call.  Out: text for the model; ToolError says what it can do instead.
 # Trap: a file is bytes.  Line ends, BOM, encoding and mode must come back as they were.  And a
@@ -1810,7 +1804,7 @@ def _part(answer, path):
 # Tests: TestBuiltInTools (exercise, 2 of 3 stars).
 
 MAX_FILE_BYTES = 50 << 20
-MAX_READ_LINES, MAX_LISTED = 2000, 500
+MAX_READ_LINES = 2000
 HEAD_BYTES, TAIL_BYTES = 10000, 20000    # of a command's output, for the model
 MAX_KEPT_BYTES = 20 << 20                # of it, to look into
 GRACE_S = 1.0                            # between TERM and KILL
@@ -1859,18 +1853,6 @@ def path_trap(path: str, windows: bool = WINDOWS) -> str:
     return ""
 
 
-def _other_spelling(path):
-    """The one path whose name differs only in Unicode form, quotes or spaces: macOS spells so."""
-    import unicodedata
-
-    def plain(name):
-        name = unicodedata.normalize("NFC", name).replace("\u2019", "'").replace("\u2018", "'")
-        return re.sub(r"\s", " ", name)
-    folder, name = os.path.split(path)
-    same = [n for n in os.listdir(folder) if plain(n) == plain(name)]
-    return os.path.join(folder, same[0]) if len(same) == 1 else path
-
-
 class FileText(NamedTuple):
     """A text file taken apart, so that it can be put together again the same."""
     text: str                            # line ends as in the file
@@ -1902,6 +1884,20 @@ def decode_file(data: bytes) -> FileText:
             return FileText(data[len(bom):].decode(guess), guess, bom)
 
 
+def _other_spelling(path):
+    """Return the one path whose name differs only in Unicode form, quotes or spaces (macOS)."""
+    import unicodedata
+
+    def plain(name):
+        return re.sub(r"\s", " ", unicodedata.normalize("NFC", name).replace("\u2019", "'"))
+    folder, name = os.path.split(path)
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    same = [n for n in names if plain(n) == plain(name)]
+    if len(same) != 1:
+        raise ToolError(f"there is no file {path}{did_you_mean(name, names)}")
+    return os.path.join(folder, same[0])
+
+
 class FileTools:
     """The tools for files and folders."""
 
@@ -1911,19 +1907,15 @@ class FileTools:
     def load(self, path: str) -> tuple[str, FileText]:
         """Return (real path, its text).  Raises ToolError for what is no regular text file."""
         real = self.workspace.resolve(path)
-        folder, name = os.path.split(real)
+        if not os.path.lexists(real):
+            real = self.workspace.resolve(_other_spelling(real))
         try:
-            if not os.path.lexists(real):
-                real = self.workspace.resolve(_other_spelling(real))
             mode = os.stat(real).st_mode
             if not stat.S_ISREG(mode):
                 raise ToolError(f"{path} is a folder: use list_dir" if stat.S_ISDIR(mode) else
                                 f"{path} is not a regular file (a pipe, socket or device)")
             with open(real, "rb") as f:
                 data = f.read(MAX_FILE_BYTES + 1)
-        except FileNotFoundError:
-            names = os.listdir(folder) if os.path.isdir(folder) else []
-            raise ToolError(f"there is no file {path}{did_you_mean(name, names)}") from None
         except OSError as e:
             raise ToolError(f"Reading failed: {path}: {e.strerror}") from None
         if len(data) > MAX_FILE_BYTES:
@@ -2021,8 +2013,6 @@ class FileTools:
                 lines.append(name + "/" if is_folder else f"{name}  {os.lstat(full).st_size}")
         except OSError as e:
             raise ToolError(f"Listing failed: {path}: {e.strerror}") from None
-        if len(lines) > MAX_LISTED:
-            lines[MAX_LISTED:] = [f"... and {len(lines) - MAX_LISTED} more"]
         return "\n".join(lines) or "(empty folder)"
 
     @tool(2)
@@ -2075,47 +2065,6 @@ public class Main {
 
 # ---- commands
 
-class Output:
-    """What a process printed: its start, up to MAX_KEPT_BYTES, and its tail."""
-
-    def __init__(self, path: str):
-        self.path = path                 # the file that gets what is too long to show
-        self.n_bytes = 0
-        self._lock = threading.Lock()    # written on one thread, read on another
-        self._n_told, self._start, self._tail = 0, bytearray(), b""          # guarded by _lock
-
-    def add(self, data: bytes) -> None:
-        """Take the next bytes."""
-        with self._lock:
-            self._start += data[:MAX_KEPT_BYTES - len(self._start)]
-            self._tail = (self._tail + data)[-HEAD_BYTES - TAIL_BYTES:]
-            self.n_bytes += len(data)
-
-    def text(self) -> str:
-        """Return what came since it was last asked; of too much of it head, tail and a note."""
-        with self._lock:
-            at, self._n_told = self._n_told, self.n_bytes
-            n_left_out = self.n_bytes - at - HEAD_BYTES - TAIL_BYTES
-            if n_left_out <= 0:
-                return _readable(self._tail[len(self._tail) - self.n_bytes + at:])
-            note = f"{n_left_out} of {self.n_bytes} bytes left out; {self._keep()}"
-            return (f"{_readable(self._start[at:at + HEAD_BYTES])}\n[... {note} ...]\n"
-                    f"{_readable(self._tail[-TAIL_BYTES:])}")
-
-    def _keep(self):
-        try:
-            os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
-            atomic_write(self.path, self._start, 0o600)
-        except OSError:                                   # a full disk is no reason to fail
-            return "they could not be kept"
-        n = len(self._start)
-        return f"read_file {self.path} has {'all' if n == self.n_bytes else f'the first {n}'}"
-
-
-def _readable(data):
-    return data.decode("utf-8", "replace").replace("\r\n", "\n").replace("\0", "\ufffd")
-
-
 def has_group(process: subprocess.Popen) -> bool:
     """True while the process, or any other of its group, lives."""
     is_over = process.poll() is not None                  # a dead leader stays until asked for
@@ -2143,14 +2092,17 @@ def kill_tree(process: subprocess.Popen) -> None:
 
 
 class Process:
-    """A running command: own process group, no input, output collected."""
+    """A running command: own process group, no input; and what it printed so far."""
 
-    def __init__(self, argv: list[str], cwd: str, output: Output):
+    def __init__(self, argv: list[str], cwd: str, output_path: str):
         # No editor, pager or password prompt may wait for a person who isn't there.
         env = {**os.environ, "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0",
                "GIT_EDITOR": "false", "GIT_SEQUENCE_EDITOR": "false", "EDITOR": "false"}
         group = {"creationflags": 0x200} if WINDOWS else {"start_new_session": True}
-        self.output, self.started = output, time.monotonic()
+        self.output_path = output_path   # the file for an output that is too long to show
+        self.n_bytes = 0                 # printed so far
+        self._lock = threading.Lock()    # printed on one thread, asked for on another
+        self._n_told, self._start, self._tail = 0, bytearray(), b""          # guarded by _lock
         self.popen = subprocess.Popen(argv, cwd=cwd, env=env, stdin=subprocess.DEVNULL,
                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **group)
         self._reader = Job("output", self._read)
@@ -2159,7 +2111,31 @@ class Process:
     def _read(self):
         with self.popen.stdout as pipe:
             for data in iter(lambda: os.read(pipe.fileno(), 65536), b""):
-                self.output.add(data)
+                with self._lock:
+                    self._start += data[:MAX_KEPT_BYTES - len(self._start)]
+                    self._tail = (self._tail + data)[-HEAD_BYTES - TAIL_BYTES:]
+                    self.n_bytes += len(data)
+
+    def output(self) -> str:
+        """Return what it printed since last asked; if that is long, head, tail and a note."""
+        with self._lock:
+            at, self._n_told = self._n_told, self.n_bytes
+            n_left_out = self.n_bytes - at - HEAD_BYTES - TAIL_BYTES
+            if n_left_out <= 0:
+                return _readable(self._tail[len(self._tail) - self.n_bytes + at:])
+            note = f"{n_left_out} of {self.n_bytes} bytes left out; {self._file_output()}"
+            head, tail = self._start[at:at + HEAD_BYTES], self._tail[-TAIL_BYTES:]
+            return f"{_readable(head)}\n[... {note} ...]\n{_readable(tail)}"
+
+    def _file_output(self):
+        try:
+            os.makedirs(os.path.dirname(self.output_path), mode=0o700, exist_ok=True)
+            atomic_write(self.output_path, self._start, 0o600)
+        except OSError:                                   # a full disk is no reason to fail
+            return "they could not be kept"
+        n_kept = len(self._start)
+        part = "all" if n_kept == self.n_bytes else f"the first {n_kept}"
+        return f"read_file {self.output_path} has {part}"
 
     def wait(self, timeout_s: float, cancel: Cancel) -> int:
         """Return the exit code.  Raises TimeoutError or Cancelled, and then it is killed.
@@ -2180,6 +2156,10 @@ class Process:
         kill_tree(self.popen)
         with contextlib.suppress(TimeoutError):           # gone is not yet known to be gone
             self._waiter.wait(timeout_s=GRACE_S)
+
+
+def _readable(data):
+    return data.decode("utf-8", "replace").replace("\r\n", "\n").replace("\0", "\ufffd")
 
 
 def shell_argv(command: str) -> list[str] | str:
@@ -2217,7 +2197,7 @@ class ShellTools:
             raise ToolError("not started: paicli is ending")
         path = os.path.join(self.spool_dir, f"output-{next(self._numbers)}.txt")
         try:
-            process = Process(argv, self.workspace.root, Output(path))
+            process = Process(argv, self.workspace.root, path)
         except (OSError, ValueError) as e:
             raise ToolError(f"could not be started: {e}") from None
         self._running = [p for p in self._running if has_group(p.popen)] + [process]
@@ -2231,8 +2211,8 @@ class ShellTools:
             code = process.wait(timeout_s, cancel)
         except TimeoutError:
             raise ToolError(f"no end after {timeout_s:g} s, so the command was killed; use "
-                            f"background for what runs long.\n{process.output.text()}") from None
-        return f"Command finished ({_exit(code)})\n{process.output.text()}"
+                            f"background for what runs long.\n{process.output()}") from None
+        return f"Command finished ({_exit(code)})\n{process.output()}"
 
     @tool(3)
     def execute_command(self, command: str, background: bool = False, timeout_s: int = 0,
@@ -2263,9 +2243,9 @@ class ShellTools:
     def task_output(self, id: str) -> str:
         """Say whether a background command still runs, and what it printed since last asked."""
         process = self._task(id)
-        code, seconds = process.popen.poll(), time.monotonic() - process.started
-        state = f"running for {seconds:.0f} s" if code is None else f"finished, {_exit(code)}"
-        return f"{id}: {state}\n{process.output.text()}"
+        code = process.popen.poll()
+        state = "still running" if code is None else f"finished, {_exit(code)}"
+        return f"{id}: {state}\n{process.output()}"
 
     @tool(1)
     def task_stop(self, id: str) -> str:
