@@ -1505,8 +1505,8 @@ def tools_in(source) -> list[Tool]:
     Name, types and defaults come from the signature; the docstring is the description, and a line
     "path: the file to read" in it describes a parameter.  A parameter `cancel` gets the Cancel.
     """
-    marked = [f for f in (getattr(source, name) for name in dir(source))
-              if callable(f) and hasattr(f, "tool_level")]
+    found = (getattr(source, name) for name in dir(source))
+    marked = [f for f in found if hasattr(f, "tool_level")]
     return [_make_tool(f) for f in sorted(marked, key=lambda f: f.__code__.co_firstlineno)]
 
 
@@ -1602,7 +1602,8 @@ def _check_object(schema, value, prefix):
     if missing:
         raise ToolError(f"missing: {', '.join(missing)}")
     if unknown and schema.get("additionalProperties") is False:
-        raise ToolError(f"unknown: {', '.join(unknown)}; there are {', '.join(properties)}")
+        known = ", ".join(properties) or "none"
+        raise ToolError(f"unknown: {', '.join(unknown)}; there are {known}")
     return {k: check_value(properties.get(k), v, prefix + k) for k, v in value.items()}
 
 
@@ -1739,8 +1740,7 @@ def tools_from_json(path: str, run_argv: Callable[[list, Cancel], str], http: Ht
 _TEXT, _OBJECT = {"type": "string"}, {"type": "object"}
 _ENTRY = {**_OBJECT, "required": ["name", "description"], "properties": {
     "name": _TEXT, "description": _TEXT, "level": {"enum": [1, 2, 3]}, "result": _TEXT,
-    "parameters": {**_OBJECT, "properties": {"properties": _OBJECT, "required": {
-        "type": "array", "items": _TEXT}}},
+    "parameters": {**_OBJECT, "properties": {"properties": _OBJECT}},
     "command": {"type": "array", "items": _TEXT},
     "request": {**_OBJECT, "required": ["url"], "properties": {
         "url": _TEXT, "method": _TEXT, "headers": _OBJECT}}}}
@@ -1797,10 +1797,9 @@ def _filled(template, arguments, encode=str):
 # In: the arguments of a call.  Out: text for the model; ToolError says what it can do instead.
 # Trap: a file is bytes.  Line ends, BOM, encoding and mode must come back as they were.  And a
 # command is a tree of processes: some ignore TERM, some outlive the shell and hold its pipe open.
-# Simplified: the fence holds for the file tools only; a shell command can go anywhere, so it is
-# approval, or a sandbox, that stands between it and the disk.  A process that starts a session of
-# its own (setsid) escapes the kill.  A write through a hard link makes a copy; who swaps a folder
-# for a link between the check and the write gets around the fence.
+# Simplified: the fence holds for the file tools only; between a shell command and the disk stands
+# approval, or a sandbox.  A process that starts a session of its own (setsid) escapes the kill.  A
+# write through a hard link makes a copy; a folder swapped for a link after the check is followed.
 # Tests: TestBuiltInTools (exercise, 2 of 3 stars).
 
 MAX_FILE_BYTES = 50 << 20
@@ -1860,15 +1859,11 @@ class FileText(NamedTuple):
     bom: bytes = b""
 
     def encode(self, text: str) -> bytes:
-        """Return another text as bytes of the same kind.  Raises ToolError if that can't be."""
+        """Return another text as bytes of the same kind.  Raises UnicodeError if that can't be."""
         lone = r"(?<!\r)\n"              # the model writes \n also where the file has \r\n
         if "\r\n" in self.text and not re.search(lone, self.text):
             text = re.sub(lone, "\r\n", text)
-        try:
-            return self.bom + text.encode(self.encoding)
-        except UnicodeEncodeError as e:
-            raise ToolError(f"the file is {self.encoding}, which has no {e.object[e.start]!r}: use "
-                            "other characters, or delete it first to write UTF-8") from None
+        return self.bom + text.encode(self.encoding)
 
 
 def decode_file(data: bytes) -> FileText:
@@ -1929,13 +1924,14 @@ class FileTools:
                             "edit around it instead")
         if os.path.lexists(real) and not os.access(real, os.W_OK):
             raise ToolError(f"Writing failed: {path} is read-only; nothing was changed")
-        data = file.encode(text)
         try:
+            data = file.encode(text)
             os.makedirs(os.path.dirname(real), exist_ok=True)
             atomic_write(real, data)
-        except OSError as e:
-            raise ToolError(f"Writing failed: {path}: {e.strerror}; nothing was changed") from None
-        return len(data)
+            return len(data)
+        except (OSError, UnicodeError) as e:
+            why = getattr(e, "strerror", f"{e} (delete the file first to write UTF-8)")
+            raise ToolError(f"Writing failed: {path}: {why}; nothing was changed") from None
 
     @tool(1)
     def read_file(self, path: str, start_line: int = 1, end_line: int = 0,
@@ -1984,10 +1980,9 @@ class FileTools:
         replace_all: replace each place instead of the only one
         """
         real, file = self.load(path)
-        if not old_text:
-            raise ToolError("old_text is empty: to write a new file, use write_file")
-        if old_text == new_text:
-            raise ToolError("old_text and new_text are the same: nothing would change")
+        if old_text in ("", new_text):
+            raise ToolError("old_text is empty or the same as new_text: nothing would change; "
+                            "write_file makes a new file")
         # Where the model writes \n, the file may have \r\n.
         pattern = re.escape(old_text.replace("\r\n", "\n")).replace("\\\n", r"(?:\r\n|(?<!\r)\n)")
         places = [m.start() for m in re.finditer(f"(?={pattern})", file.text)]    # overlapping too
@@ -2040,7 +2035,6 @@ PROJECTS = {
   <properties>
     <maven.compiler.source>17</maven.compiler.source>
     <maven.compiler.target>17</maven.compiler.target>
-    <project.build.sourceEncoding>UTF-8</project.build.sourceEncoding>
   </properties>
 </project>
 """,
@@ -2133,9 +2127,7 @@ class Process:
             atomic_write(self.output_path, self._start, 0o600)
         except OSError:                                   # a full disk is no reason to fail
             return "they could not be kept"
-        n_kept = len(self._start)
-        part = "all" if n_kept == self.n_bytes else f"the first {n_kept}"
-        return f"read_file {self.output_path} has {part}"
+        return f"read_file {self.output_path} has the first {len(self._start)}"
 
     def wait(self, timeout_s: float, cancel: Cancel) -> int:
         """Return the exit code.  Raises TimeoutError or Cancelled, and then it is killed.
@@ -2212,7 +2204,7 @@ class ShellTools:
         except TimeoutError:
             raise ToolError(f"no end after {timeout_s:g} s, so the command was killed; use "
                             f"background for what runs long.\n{process.output()}") from None
-        return f"Command finished ({_exit(code)})\n{process.output()}"
+        return f"Command finished (exit code: {code})\n{process.output()}"
 
     @tool(3)
     def execute_command(self, command: str, background: bool = False, timeout_s: int = 0,
@@ -2244,7 +2236,7 @@ class ShellTools:
         """Say whether a background command still runs, and what it printed since last asked."""
         process = self._task(id)
         code = process.popen.poll()
-        state = "still running" if code is None else f"finished, {_exit(code)}"
+        state = "still running" if code is None else f"finished (exit code: {code})"
         return f"{id}: {state}\n{process.output()}"
 
     @tool(1)
@@ -2259,10 +2251,6 @@ class ShellTools:
         self._is_closed = True
         run_parallel("kill", [p.kill for p in self._running if has_group(p.popen)])
         shutil.rmtree(self.spool_dir, ignore_errors=True)
-
-
-def _exit(code):
-    return f"exit code: {code}" if code >= 0 else f"exit code: {128 - code}, by signal {-code}"
 
 
 def builtin_tools(files: FileTools, shell: ShellTools) -> list[Tool]:

@@ -1347,9 +1347,9 @@ class TestBuiltInTools(Case):
             self.assertEqual(data.replace(text.encode(encoding), (text + "!").encode(encoding)), self.bytes_of("f"))
         latin = paicli.decode_file(b"caf\xe9")
         self.assertEqual((b"\xe9\n", b"c\r\nd\r\n"), (latin.encode("é\n"), paicli.decode_file(b"a\r\nb\r\n").encode("c\nd\r\n")))
-        self.raises(paicli.ToolError, "latin-1, which has no '你'", latin.encode, "你")
+        self.assertRaises(UnicodeError, latin.encode, "你")
         self.write("f", b"caf\xe9")
-        self.raises(paicli.ToolError, "delete it first", self.files.write_file, "f", "你")
+        self.raises(paicli.ToolError, "Writing failed: f: 'latin-1' codec.*delete the file", self.files.write_file, "f", "你")
         self.assertEqual(b"caf\xe9", self.bytes_of("f"))
 
     def test_an_edit_changes_only_the_bytes_it_names(self):
@@ -1444,7 +1444,7 @@ class TestBuiltInTools(Case):
 
     def test_long_output_keeps_head_and_tail_and_the_rest_in_a_file(self):
         result = self.shell.execute_command(self.python("import sys; [print(i) for i in range(100000)]; sys.exit('FAILED')"))
-        self.assertRegex(result, r"exit code: 1\)\r?\n0\r?\n1\r?\n(.|\n)*bytes left out; read_file (.*) has all(.|\n)*FAILED")
+        self.assertRegex(result, r"exit code: 1\)\r?\n0\r?\n1\r?\n(.|\n)*bytes left out; read_file (.*) has the first(.|\n)*FAILED")
         self.assertLess(len(result), 40000)
         path = re.search(r"read_file (\S+) has", result)[1]
         self.assertIn("\n50001", self.files.read_file(path, 50000, 50005).replace("\r", ""))
@@ -1470,7 +1470,7 @@ class TestBuiltInTools(Case):
     def test_long_output_is_told_in_part_and_each_part_once(self):
         texts = self.printed((b"A", 30000), (b"B", 60000), (b"C", 20 << 20), (b"D", 40000))
         self.assertEqual("A" * 30000, next(texts))
-        self.assertRegex(next(texts), r"^B{10000}\n\[\.\.\. 30000 of 90000 bytes left out; read_file .*spool has all \.\.\.\]\nB{20000}$")
+        self.assertRegex(next(texts), r"^B{10000}\n\[\.\.\. 30000 of 90000 bytes left out; read_file .*spool has the first 90000 \.\.\.\]\nB{20000}$")
         self.assertEqual(90000, len(self.bytes_of("spool")))
         self.assertRegex(next(texts), r"^C{10000}\n\[.*has the first 20971520 \.\.\.\]\nC{20000}$")
         self.assertRegex(next(texts), r"^\n\[\.\.\. 10000 of .*\nD{20000}$")
@@ -1519,7 +1519,7 @@ class TestBuiltInTools(Case):
         self.assertTrue(wait_for(lambda: self.shell._tasks["task-1"].n_bytes))
         self.assertRegex(self.shell.task_output("task-1"), r"^task-1: still running\r?\none")
         self.assertNotIn("one", self.shell.task_output("task-1"))
-        self.assertIn("task-1: finished, exit code", self.shell.task_stop("task-1"))
+        self.assertIn("task-1: finished .exit code", self.shell.task_stop("task-1"))
         self.raises(paicli.ToolError, "no task 'task-9'; there are task-1", self.shell.task_output, "task-9")
 
     def test_a_process_knows_whether_it_lives(self):
