@@ -1301,59 +1301,55 @@ def tools_in(source) -> list[Tool]:
     Name, types and defaults come from the signature; the docstring is the description, and a line
     "path: the file to read" in it describes a parameter.  A parameter `cancel` gets the Cancel.
     """
-    marked = [f for f in (getattr(source, name) for name in dir(source))
-              if callable(f) and hasattr(f, "tool_level")]
+    found = (getattr(source, name) for name in dir(source))
+    marked = [f for f in found if hasattr(f, "tool_level")]
     return [_make_tool(f) for f in sorted(marked, key=lambda f: f.__code__.co_firstlineno)]
 
 
 def _make_tool(function):
     names = function.__code__.co_varnames[:function.__code__.co_argcount]
-    n_required = len(names) - len(function.__defaults__ or ())
-    required = [n for n in names[:n_required] if n not in ("self", "cancel")]
+    optional = names[len(names) - len(function.__defaults__ or ()):]
     properties = {n: schema_of(function.__annotations__.get(n, "str")) for n in names
                   if n not in ("self", "cancel")}
     description = []
     for line in (function.__doc__ or "").strip().split("\n"):
-        name, colon, text = line.strip().partition(": ")
-        if colon and name in properties:
+        name, _, text = line.strip().partition(": ")
+        if text and name in properties:
             properties[name]["description"] = text
         else:
             description.append(line.strip())
 
     def run(arguments, cancel):
         return function(**arguments, **({"cancel": cancel} if "cancel" in names else {}))
-    parameters = {"type": "object", "properties": properties, "required": required,
-                  "additionalProperties": False}
+    parameters = {"type": "object", "properties": properties, "additionalProperties": False,
+                  "required": [n for n in properties if n not in optional]}
     return Tool(function.__name__, "\n".join(description).strip(), parameters, run,
                 function.tool_level)
+
+
+# What Python calls a type, and what JSON Schema calls it.
+JSON_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean",
+              "list": "array", "dict": "object", "NoneType": "null"}
 
 
 def schema_of(annotation) -> dict:
     """Return the JSON Schema of a type hint, given as text or as the type itself.
 
     "int" -> {"type": "integer"};  "list[str]" -> {"type": "array", "items": {"type": "string"}};
-    "Literal['a', 'b']" -> {"type": "string", "enum": ["a", "b"]};  "str | None" -> as "str"
+    "Literal['a', 'b']" -> {"enum": ["a", "b"]};  "str | None" -> as "str";  others -> anything
     """
     text = annotation.__name__ if type(annotation) is type else str(annotation)
-    text = re.sub(r"\btyping\.|\s*\|\s*None$|^None\s*\|\s*", "", text)
-    name, _, inner = text[:-1].partition("[") if text.endswith("]") else (text, "", "")
-    if name == "Optional":
-        return schema_of(inner)
-    if name == "Union" or "|" in text:
-        return {}                                         # any type
+    text = re.sub(r"typing\.|Optional\[|\s*\|\s*None|None\s*\|\s*", "", text)
+    name, _, inner = text.rstrip("]").partition("[")
     if name == "Literal":
         return {"enum": json.loads("[" + inner.replace("'", '"') + "]")}
-    if name.lower() == "list":
-        return {"type": "array", **({"items": schema_of(inner)} if inner else {})}
-    kinds = {"int": "integer", "float": "number", "bool": "boolean", "dict": "object"}
-    return {"type": kinds.get(name.lower(), "string")}
+    if name.lower() not in JSON_TYPES or "|" in text:
+        return {}
+    items = {"items": schema_of(inner)} if name.lower() == "list" and inner else {}
+    return {"type": JSON_TYPES[name.lower()], **items}
 
 
 # ---- checking arguments
-
-_TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list,
-          "object": dict, "null": type(None)}
-
 
 def check_value(schema: dict, value, where: str = "arguments"):
     """Return the value if it fits the JSON Schema, coerced where nothing is lost.
@@ -1361,65 +1357,54 @@ def check_value(schema: dict, value, where: str = "arguments"):
     {"type": "integer"}, "10" -> 10.  A string field is never coerced.  Raises ToolError that
     names the field.
     """
-    if not isinstance(schema, dict) or "$ref" in schema:
+    if not isinstance(schema, dict) or not schema or "$ref" in schema:
         return value
-    options = schema.get("anyOf") or schema.get("oneOf")
-    if options:
-        value = _check_options(options, value, where)
-    kinds = schema.get("type") or []
-    value = _coerced([kinds] if isinstance(kinds, str) else kinds, value, where)
+    *others, last = schema.get("anyOf") or schema.get("oneOf") or [{}]
+    for option in others:
+        with contextlib.suppress(ToolError):
+            return check_value(option, value, where)
+    value = _coerced(schema.get("type"), check_value(last, value, where), where)
     if "enum" in schema and value not in schema["enum"]:
-        allowed = ", ".join(map(_shown, schema["enum"]))
-        raise ToolError(f"{where} should be one of {allowed}, not {_shown(value)}")
-    if isinstance(value, dict):
-        return _check_object(schema, value, where)
+        raise ToolError(f"{where} should be one of {_shown(schema['enum'])}, not {_shown(value)}")
     if isinstance(value, list):
-        items = schema.get("items", {})
+        items = schema.get("items")
         return [check_value(items, v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if isinstance(value, dict):
+        return _check_object(schema, value, "" if where == "arguments" else where + ".")
     return value
 
 
-def _check_options(options, value, where):
-    for option in options:
-        try:
-            return check_value(option, value, where)
-        except ToolError as e:
-            error = e
-    raise error
-
-
 def _coerced(kinds, value, where):
-    def fits(v):
-        return any(isinstance(v, _TYPES.get(k, object)) and not (
-            isinstance(v, bool) and k in ("integer", "number")) for k in kinds)
-    if not kinds or fits(value):
-        return value
-    if isinstance(value, float) and value.is_integer() and "integer" in kinds:
-        return int(value)
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    candidates = [value]
+    if isinstance(value, float) and value.is_integer():
+        candidates.append(int(value))
     if isinstance(value, str):                            # "10", "true", "True", "[1, 2]"
         with contextlib.suppress(ValueError, RecursionError):
-            parsed = json.loads(value.lower() if value in ("True", "False") else value)
-            if fits(parsed):
-                return parsed
+            candidates.append(json.loads(value.lower() if value in ("True", "False") else value))
+    for candidate in candidates:
+        kind = JSON_TYPES.get(type(candidate).__name__)
+        if not kinds or kind in kinds or kind == "integer" and "number" in kinds:
+            return candidate
     raise ToolError(f"{where} should be of type {' or '.join(kinds)}, not {_shown(value)}")
 
 
-def _check_object(schema, value, where):
+def _check_object(schema, value, prefix):
     properties, required = schema.get("properties") or {}, schema.get("required") or []
-    prefix = "" if where == "arguments" else where + ": " if " " in where else where + "."
     value = {k: v for k, v in value.items()               # null for something optional: left out
              if v is not None or k not in properties or k in required}
-    missing = ", ".join(prefix + k for k in required if k not in value)
-    unknown = ", ".join(prefix + k for k in value if k not in properties)
+    missing = [prefix + k for k in required if k not in value]
+    unknown = [prefix + k for k in value if k not in properties]
     if missing:
-        raise ToolError(f"missing: {missing}")
+        raise ToolError(f"missing: {', '.join(missing)}")
     if unknown and schema.get("additionalProperties") is False:
-        raise ToolError(f"unknown: {unknown}; there are {', '.join(properties) or 'none'}")
-    return {k: check_value(properties.get(k, {}), v, prefix + k) for k, v in value.items()}
+        known = ", ".join(properties) or "none"
+        raise ToolError(f"unknown: {', '.join(unknown)}; there are {known}")
+    return {k: check_value(properties.get(k), v, prefix + k) for k, v in value.items()}
 
 
 def _shown(value):
-    return one_line(json.dumps(value, ensure_ascii=False), 60)
+    return one_line(json.dumps(value, ensure_ascii=False))
 
 
 # ---- running calls
@@ -1453,31 +1438,21 @@ class Toolbox:
 
     def run_all(self, calls: list[ToolCall], cancel: Cancel) -> list[ToolResult]:
         """Return one result for each call, in order.  Neighbours that only read run in parallel."""
-        results = []
-        while len(results) < len(calls):
-            rest = calls[len(results):]
-            n_reads = next((n for n, c in enumerate(rest) if not self._is_read_only(c)), len(rest))
-            results += run_parallel("tool", [lambda c=c: self._run(c, cancel)
-                                             for c in rest[:max(1, n_reads)]])
+        results, reads = [], {name for name, t in self.tools.items() if t.level == 1}
+        for only_read, group in itertools.groupby(calls, lambda c: c.name.strip() in reads):
+            runs = [lambda c=c: self._run(c, cancel) for c in group]
+            results += run_parallel("tool", runs) if only_read else [run() for run in runs]
         return results
 
     def refuse_all(self, calls: list[ToolCall], why: str) -> list[ToolResult]:
         """Run nothing, and answer each call with the reason."""
-        results = [ToolResult(c, "Error: " + why, False) for c in calls]
-        for result in results:
-            self._tell(result, {}, 0.0)
-        return results
-
-    def _is_read_only(self, call):
-        t = self.tools.get(call.name.strip())
-        return t is not None and t.level == 1
+        return [self._told(ToolResult(c, "Error: " + why, False), {}, 0.0) for c in calls]
 
     def _run(self, call, cancel):
         arguments, started = {}, time.monotonic()
         try:
             cancel.check()
-            t = self._find(call.name.strip())
-            arguments = parse_arguments(call.arguments)
+            t, arguments = self._find(call.name.strip()), parse_arguments(call.arguments)
             has_own = "reason" in (t.parameters.get("properties") or {})
             reason = "" if has_own else str(arguments.pop("reason", ""))
             arguments = check_value(t.parameters, arguments)
@@ -1493,22 +1468,26 @@ class Toolbox:
             if decision.kind == "edit":
                 arguments = check_value(t.parameters, decision.arguments)
             started = time.monotonic()                    # the person's time is not the tool's
-            result = ToolResult(call, str(t.run(arguments, cancel)))
-        except Cancelled as e:
-            result = ToolResult(call, f"Error: cancelled, {e}", False)
+            ok, text = True, str(t.run(arguments, cancel))
         except PaiError as e:
-            result = ToolResult(call, f"Error: {e}", False)
+            cancelled = "cancelled, " if isinstance(e, Cancelled) else ""
+            ok, text = False, f"Error: {cancelled}{e}"
         except BaseException as e:       # border: a tool's bug, or its exit(), is a result
-            result = ToolResult(call, f"Error: {type(e).__name__}: {e}", False)
-        text = clip(clean(self._mask(result.text)), MAX_RESULT_CHARS) or "(no output)"
-        result = result._replace(text=text)
-        self._tell(result, arguments, time.monotonic() - started)
-        return result
+            ok, text = False, f"Error: {type(e).__name__}: {e}"
+        text = clip(clean(self._mask(text)), MAX_RESULT_CHARS) or "(no output)"
+        return self._told(ToolResult(call, text, ok), arguments, time.monotonic() - started)
 
-    def _tell(self, result, arguments, seconds):
+    def _find(self, name):
+        if name not in self.tools:
+            near, names = did_you_mean(name, self.tools), ", ".join(self.tools)
+            raise ToolError(f"there is no tool {name!r}{near}; the tools are {names}")
+        return self.tools[name]
+
+    def _told(self, result, arguments, seconds):
         self._on_event({"type": "result", "id": result.call.id, "tool": result.call.name,
                         "arguments": self._masked(arguments), "ok": result.ok, "text": result.text,
                         "seconds": round(seconds, 3)})
+        return result
 
     def _masked(self, value):
         if isinstance(value, dict):
@@ -1516,12 +1495,6 @@ class Toolbox:
         if isinstance(value, list):
             return [self._masked(v) for v in value]
         return self._mask(value) if isinstance(value, str) else value
-
-    def _find(self, name):
-        if name not in self.tools:
-            near, names = did_you_mean(name, self.tools), ", ".join(self.tools)
-            raise ToolError(f"there is no tool {name!r}{near}; the tools are {names}")
-        return self.tools[name]
 
 
 # ---- providers: whatever returns a list of Tools
@@ -1556,7 +1529,6 @@ def tools_from_json(path: str, run_argv: Callable[[list, Cancel], str], http: Ht
     """
     try:
         entries = json.loads(read_text(path))
-        entries = entries.get("tools") if isinstance(entries, dict) else entries
         if not isinstance(entries, list):
             raise ValueError("it should be a list: [{\"name\": ...}, ...]")
         return [_tool_from_entry(e, run_argv, http, level_at_least) for e in entries]
@@ -1568,8 +1540,7 @@ def tools_from_json(path: str, run_argv: Callable[[list, Cancel], str], http: Ht
 _TEXT, _OBJECT = {"type": "string"}, {"type": "object"}
 _ENTRY = {**_OBJECT, "required": ["name", "description"], "properties": {
     "name": _TEXT, "description": _TEXT, "level": {"enum": [1, 2, 3]}, "result": _TEXT,
-    "parameters": {**_OBJECT, "properties": {"properties": _OBJECT, "required": {
-        "type": "array", "items": _TEXT}}},
+    "parameters": {**_OBJECT, "properties": {"properties": _OBJECT}},
     "command": {"type": "array", "items": _TEXT},
     "request": {**_OBJECT, "required": ["url"], "properties": {
         "url": _TEXT, "method": _TEXT, "headers": _OBJECT}}}}
@@ -1578,7 +1549,6 @@ _ENTRY = {**_OBJECT, "required": ["name", "description"], "properties": {
 def _tool_from_entry(entry, run_argv, http, level_at_least):
     name = entry.get("name")
     entry = check_value(_ENTRY, entry, f"entry {name!r}")
-    level = entry.get("level", 3)
     if not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name):
         raise ValueError(f"{name!r}: a name has letters, digits, _ and -")
     if bool(entry.get("command")) == ("request" in entry):
@@ -1586,10 +1556,10 @@ def _tool_from_entry(entry, run_argv, http, level_at_least):
 
     def run(arguments, cancel):
         if "command" in entry:
-            return run_argv(_filled(entry["command"], arguments, str), cancel)
+            return run_argv(_filled(entry["command"], arguments), cancel)
         request = entry["request"]
         url = _filled(request["url"], arguments, lambda s: urllib.parse.quote(s, safe=""))
-        payload = _filled(request["json"], arguments, str) if "json" in request else None
+        payload = _filled(request.get("json"), arguments)
         method = request.get("method", "GET" if payload is None else "POST")
         answer = http.json(method, url, payload, request.get("headers"), cancel, 60)
         for key in filter(None, entry.get("result", "").split(".")):
@@ -1599,19 +1569,21 @@ def _tool_from_entry(entry, run_argv, http, level_at_least):
                 raise ToolError(f"the answer has no {entry['result']}: {_shown(answer)}") from None
         return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     parameters = entry.get("parameters") or {"type": "object", "properties": {}}
-    return Tool(name, entry["description"], parameters, run, max(level, level_at_least))
+    level = max(entry.get("level", 3), level_at_least)
+    return Tool(name, entry["description"], parameters, run, level)
 
 
-def _filled(template, arguments, encode):
-    """Put arguments where {name} stands; anything else in braces stays as it is."""
-    if isinstance(template, dict):
-        return {k: _filled(v, arguments, encode) for k, v in template.items()}
-    if isinstance(template, list):
-        return [_filled(v, arguments, encode) for v in template]
-    if not isinstance(template, str):
-        return template
-    values = {f"{{{k}}}": v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
-    return re.sub(r"\{\w+\}", lambda m: encode(values[m[0]]) if m[0] in values else m[0], template)
+def _filled(template, arguments, encode=str):
+    """Put arguments where {name} stands; anything else in braces stays as it is.
+
+    Works on the template's JSON text, which reaches strings at any depth; what goes in is escaped.
+    """
+    def value(match):
+        if match[1] not in arguments:
+            return match[0]
+        v = arguments[match[1]]
+        return json.dumps(encode(v if isinstance(v, str) else json.dumps(v)))[1:-1]
+    return json.loads(re.sub(r"\{(\w+)\}", value, json.dumps(template, ensure_ascii=False)))
 
 
 # =============================================================================
@@ -1620,21 +1592,20 @@ def _filled(template, arguments, encode):
 # What a coding agent can do: read, write, edit and list files, run commands, start projects.
 #
 #     path --> Workspace.resolve --> inside the fence? --> FileTools
-#     command --> bash, own process group --> Output: head, tail, the rest in a file --> ShellTools
+#     command --> bash --> Process: own group, output kept --> ShellTools
 #
 # In: the arguments of a call.  Out: text for the model; ToolError says what it can do instead.
 # Trap: a file is bytes.  Line ends, BOM, encoding and mode must come back as they were.  And a
 # command is a tree of processes: some ignore TERM, some outlive the shell and hold its pipe open.
-# Simplified: the fence holds for the file tools only; a shell command can go anywhere, so it is
-# approval, or a sandbox, that stands between it and the disk.  A process that starts a session of
-# its own (setsid) escapes the kill.  A write through a hard link makes a copy; who swaps a folder
-# for a link between the check and the write gets around the fence.
+# Simplified: the fence holds for the file tools only; between a shell command and the disk stands
+# approval, or a sandbox.  A process that starts a session of its own (setsid) escapes the kill.  A
+# write through a hard link makes a copy; a folder swapped for a link after the check is followed.
 # Tests: TestBuiltInTools (exercise, 2 of 3 stars).
 
 MAX_FILE_BYTES = 50 << 20
 MAX_READ_LINES = 2000
 HEAD_BYTES, TAIL_BYTES = 10000, 20000    # of a command's output, for the model
-MAX_SPOOL_BYTES = 20 << 20               # of it kept in a file to look into
+MAX_KEPT_BYTES = 20 << 20                # of it, to look into
 GRACE_S = 1.0                            # between TERM and KILL
 
 
@@ -1645,35 +1616,24 @@ class Workspace:
         self.root = os.path.realpath(root)
         self.folders = [self.root, *(os.path.realpath(f) for f in more)]
         # PAICLI_HOME: who may write tools.py there runs code at the next start.
-        self.closed = os.path.realpath(closed) if closed else None
+        self.closed = closed and os.path.realpath(closed)
 
-    def resolve(self, path: str, may_differ: bool = True) -> str:
-        """Return the real absolute path.  Raises ToolError if it leads outside, by .. or a link.
-
-        `may_differ`: a missing file may be found by another spelling of its name; not to write.
-        """
+    def resolve(self, path: str) -> str:
+        """Return the real absolute path.  Raises ToolError if it leads outside, by .. or a link."""
         trap = path_trap(path)
         if trap:
             raise ToolError(f"{path!r} {trap}")
-        full = os.path.join(self.root, os.path.expanduser(path))
-        if may_differ and not os.path.lexists(full):
-            full = _other_spelling(full) or full
-        real = os.path.realpath(full)
+        real = os.path.realpath(os.path.join(self.root, os.path.expanduser(path)))
         inside = [f for f in self.folders if _is_in(real, f)]
-        if inside and self.closed and _is_in(real, self.closed) and inside == [self.root]:
-            raise ToolError(f"{path} belongs to PaiCLI itself, not to the workspace")
         if not inside:
             raise ToolError(f"{path} is outside the workspace {self.root}")
+        if inside == [self.root] and self.closed and _is_in(real, self.closed):
+            raise ToolError(f"{path} belongs to PaiCLI itself, not to the workspace")
         return real
-
-    def show(self, path: str) -> str:
-        """Return a path as the person would write it: relative, with forward slashes."""
-        shown = os.path.relpath(path, self.root) if _is_in(path, self.root) else path
-        return shown.replace(os.sep, "/")
 
 
 def _is_in(path, folder):
-    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
+    return (path + os.sep).startswith(folder.rstrip(os.sep) + os.sep)
 
 
 def path_trap(path: str, windows: bool = WINDOWS) -> str:
@@ -1685,27 +1645,11 @@ def path_trap(path: str, windows: bool = WINDOWS) -> str:
         return "is not a path"
     if re.match(r"[\\/]{2}|[\\/]\?\?[\\/]" if windows else r"\\\\|\\\?\?\\|//[?.]/", path):
         return "is a network or device path"
-    name = re.split(r"[/\\]", path)[-1]
-    if windows and re.match(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", name, re.I):
+    if windows and re.search(r"(^|[\\/])(con|prn|aux|nul|com\d|lpt\d)(\.[^\\/]*)?$", path, re.I):
         return "is a reserved name on Windows"
-    if windows and (":" in path[2:] or re.match(r"[a-z]:(?![/\\])", path, re.I)
-                    or name not in (".", "..") and name.endswith((".", " "))):
-        return "is not a plain Windows path"
+    if windows and re.search(r"^..+:|^[a-z]:(?![\\/])|(^|[\\/])(?!\.\.?$)[^\\/]*[. ]$", path, re.I):
+        return "is not a plain Windows path"              # a stream; relative to a drive; "x."
     return ""
-
-
-def _other_spelling(full):
-    """The one file whose name differs only in Unicode form, quotes or spaces: macOS spells so."""
-    import unicodedata
-
-    def plain(name):
-        name = unicodedata.normalize("NFC", name).replace("\u2019", "'").replace("\u2018", "'")
-        return re.sub(r"\s", " ", name)
-    folder, name = os.path.split(full)
-    with contextlib.suppress(OSError):
-        same = [n for n in os.listdir(folder) if plain(n) == plain(name)]
-        return os.path.join(folder, same[0]) if len(same) == 1 else None
-    return None
 
 
 class FileText(NamedTuple):
@@ -1714,35 +1658,39 @@ class FileText(NamedTuple):
     encoding: str = "utf-8"
     bom: bytes = b""
 
-    @property
-    def is_crlf(self) -> bool:
-        """True if every line ends in CR LF."""
-        return "\r\n" in self.text and "\n" not in self.text.replace("\r\n", "")
-
     def encode(self, text: str) -> bytes:
-        """Return another text as bytes of the same kind.  Raises ToolError if that can't be."""
-        try:
-            return self.bom + text.encode(self.encoding)
-        except UnicodeEncodeError as e:
-            missing = e.object[e.start]
-            raise ToolError(f"the file is {self.encoding}, which has no {missing!r}") from None
+        """Return another text as bytes of the same kind.  Raises UnicodeError if that can't be."""
+        lone = r"(?<!\r)\n"              # the model writes \n also where the file has \r\n
+        if "\r\n" in self.text and not re.search(lone, self.text):
+            text = re.sub(lone, "\r\n", text)
+        return self.bom + text.encode(self.encoding)
 
 
 def decode_file(data: bytes) -> FileText:
     """Take a file's bytes apart: BOM, strict UTF-8, else a guess.  Raises ToolError if binary."""
-    for bom, encoding in ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"),
-                          (b"\xfe\xff", "utf-16-be")):
-        if data.startswith(bom):
-            with contextlib.suppress(UnicodeDecodeError):
-                return FileText(data[len(bom):].decode(encoding), encoding, bom)
-    if b"\0" in data[:8192]:
-        raise ToolError("is a binary file")
-    with contextlib.suppress(UnicodeDecodeError):
-        return FileText(data.decode("utf-8"))
+    boms = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
+    bom, encoding = next((b for b in boms if data.startswith(b[0])), (b"", "utf-8"))
     # Chinese comes in pairs of high bytes; an accent of latin-1 stands alone between letters.
-    if re.fullmatch(rb"(?:[\0-\x7f]|[\xa1-\xf7][\xa1-\xfe])*", data):
-        return FileText(data.decode("gb18030", "replace"), "gb18030")
-    return FileText(data.decode("latin-1"), "latin-1")
+    is_chinese = re.fullmatch(rb"(?:[\0-\x7f]|[\xa1-\xf7][\xa1-\xfe])*", data)
+    for guess in (encoding, "gb18030" if is_chinese else "latin-1", "latin-1"):
+        if b"\0" in data[:8192] and not guess.startswith("utf-16"):
+            raise ToolError("this is a binary file: only a command can look into it")
+        with contextlib.suppress(UnicodeDecodeError):
+            return FileText(data[len(bom):].decode(guess), guess, bom)
+
+
+def _other_spelling(path):
+    """Return the one path whose name differs only in Unicode form, quotes or spaces (macOS)."""
+    import unicodedata
+
+    def plain(name):
+        return re.sub(r"\s", " ", unicodedata.normalize("NFC", name).replace("\u2019", "'"))
+    folder, name = os.path.split(path)
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    same = [n for n in names if plain(n) == plain(name)]
+    if len(same) != 1:
+        raise ToolError(f"there is no file {path}{did_you_mean(name, names)}")
+    return os.path.join(folder, same[0])
 
 
 def save_file(path: str, data: bytes) -> None:
@@ -1761,172 +1709,131 @@ class FileTools:
     def load(self, path: str) -> tuple[str, FileText]:
         """Return (real path, its text).  Raises ToolError for what is no regular text file."""
         real = self.workspace.resolve(path)
+        if not os.path.lexists(real):
+            real = self.workspace.resolve(_other_spelling(real))
         try:
             mode = os.stat(real).st_mode
-            if stat.S_ISDIR(mode):
-                raise ToolError(f"{path} is a folder: use list_dir")
             if not stat.S_ISREG(mode):
-                raise ToolError(f"{path} is not a regular file (a pipe, socket or device)")
+                raise ToolError(f"{path} is a folder: use list_dir" if stat.S_ISDIR(mode) else
+                                f"{path} is not a regular file (a pipe, socket or device)")
             with open(real, "rb") as f:
                 data = f.read(MAX_FILE_BYTES + 1)
-        except FileNotFoundError:
-            raise ToolError(f"there is no file {path}{self._near(real)}") from None
         except OSError as e:
             raise ToolError(f"Reading failed: {path}: {e.strerror}") from None
         if len(data) > MAX_FILE_BYTES:
             raise ToolError(f"{path} has over {MAX_FILE_BYTES >> 20} MB: use grep, head or tail")
-        try:
-            return real, decode_file(data)
-        except ToolError as e:
-            raise ToolError(f"{path} {e}") from None
+        return real, decode_file(data)
 
-    def _near(self, real):
-        with contextlib.suppress(OSError):
-            return did_you_mean(os.path.basename(real), os.listdir(os.path.dirname(real)))
-        return ", nor its folder"
-
-    def _save(self, path, real, data, new_text=""):
+    def _save(self, path, real, file, text, new_text):
+        """Write a text as a file of the same kind; `new_text` is what the model wrote of it."""
         if MASK in new_text:
             raise ToolError(f"the text contains {MASK}, which stands for a secret you can't see; "
                             "edit around it instead")
         if os.path.lexists(real) and not os.access(real, os.W_OK):
             raise ToolError(f"Writing failed: {path} is read-only; nothing was changed")
         try:
+            data = file.encode(text)
             self._save_bytes(real, data)
-        except OSError as e:
-            raise ToolError(f"Writing failed: {path}: {e.strerror}; nothing was changed") from None
+            return len(data)
+        except (OSError, UnicodeError) as e:
+            why = getattr(e, "strerror", f"{e} (delete the file first to write UTF-8)")
+            raise ToolError(f"Writing failed: {path}: {why}; nothing was changed") from None
 
     @tool(1)
     def read_file(self, path: str, start_line: int = 1, end_line: int = 0,
                   numbered: bool = False) -> str:
         """Read a text file of the workspace, whole or some of its lines.
 
-        path: relative to the workspace
         start_line: first line, counted from 1
         end_line: last line; 0 means to the end
         numbered: put line numbers in front
         """
         _, file = self.load(path)
-        lines = file.text.replace("\r\n", "\n").split("\n")
-        if lines[-1] == "":
-            lines.pop()
-        first = max(1, start_line)
-        last = min(end_line if end_line > 0 else len(lines), len(lines), first + MAX_READ_LINES - 1)
-        if first > max(1, len(lines)) or 0 < end_line < first:
-            raise ToolError(f"{path} has {len(lines)} lines, none from {first} to {end_line}")
-        shown = "\n".join((f"{n}\t" if numbered else "") + lines[n - 1]
-                          for n in range(first, last + 1))
-        notes = [file.encoding] * (file.encoding != "utf-8")
-        notes += [f"lines {first} to {last} of {len(lines)}"] * (last - first + 1 < len(lines))
-        note = f" ({', '.join(notes)})" if notes else ""
-        return f"File content{note}:\n{shown}" if lines else "The file is empty."
+        if not file.text:
+            return "The file is empty."
+        lines = re.sub(r"\n\Z", "", file.text.replace("\r\n", "\n")).split("\n")
+        first, n = max(1, start_line), len(lines)
+        last = min(end_line if end_line > 0 else n, n, first + MAX_READ_LINES - 1)
+        if last < first:
+            raise ToolError(f"{path} has {n} lines, none from {first} to {end_line}")
+        notes = [file.encoding] if file.encoding != "utf-8" else []
+        if last - first + 1 < n:
+            notes.append(f"lines {first} to {last} of {n}")
+        head = f"File content ({', '.join(notes)}):" if notes else "File content:"
+        lines = lines[first - 1:last]
+        if numbered:
+            lines = [f"{i}\t{line}" for i, line in enumerate(lines, first)]
+        return "\n".join([head, *lines])
 
     @tool(2)
     def write_file(self, path: str, content: str) -> str:
         """Write a whole text file, new or in place of the old one; makes missing folders.
         To change a part of a file, use edit_file.
-
-        path: relative to the workspace
-        content: the file's whole text
         """
-        real, old, note = self.workspace.resolve(path, may_differ=False), FileText(""), ""
+        real, file = self.workspace.resolve(path), FileText("")
         if os.path.lexists(real):
-            real, old = self.load(path)
-        if old.is_crlf and "\r\n" not in content:
-            content = content.replace("\n", "\r\n")
-        try:
-            data = old.encode(content)
-        except ToolError:
-            data, note = content.encode("utf-8"), f"; it was {old.encoding} and is UTF-8 now"
-        self._save(path, real, data, content)
-        return f"File written: {self.workspace.show(real)} ({len(data)} bytes){note}"
+            real, file = self.load(path)
+        n_bytes = self._save(path, real, file, content, content)
+        return f"File written: {path} ({n_bytes} bytes)"
 
     @tool(2)
     def edit_file(self, path: str, old_text: str, new_text: str, replace_all: bool = False) -> str:
         """Replace a piece of a text file. The old text must match exactly and only once:
         give enough lines around it.
 
-        path: relative to the workspace
         old_text: as it stands in the file, without line numbers
         new_text: what shall stand there; taken literally
         replace_all: replace each place instead of the only one
         """
         real, file = self.load(path)
-        if not old_text or old_text == new_text:
-            raise ToolError("old_text is empty: to write a new file, use write_file" if not old_text
-                            else "old_text and new_text are the same: nothing would change")
-        places = [] if file.is_crlf else find_all(file.text, old_text)
-        if not places and "\r\n" in file.text:           # the model writes \n, the file has \r\n
-            old_text, new_text = (re.sub(r"\r?\n", "\r\n", t) for t in (old_text, new_text))
-            places = find_all(file.text, old_text)
-        numbers = (file.text.count("\n", 0, at) + 1 for at in places[:10])
-        lines = ", ".join(map(str, dict.fromkeys(numbers)))
+        if old_text in ("", new_text):
+            raise ToolError("old_text is empty or the same as new_text: nothing would change; "
+                            "write_file makes a new file")
+        # Where the model writes \n, the file may have \r\n.
+        pattern = re.escape(old_text.replace("\r\n", "\n")).replace("\\\n", r"(?:\r\n|(?<!\r)\n)")
+        places = [m.start() for m in re.finditer(f"(?={pattern})", file.text)]    # overlapping too
         if not places:
-            raise ToolError(f"old_text is not in {path}{_almost(file.text, old_text)}")
+            raise ToolError(f"old_text is not in {path}: read it again and copy from it exactly, "
+                            "with each tab and space")
+        lines = ", ".join(str(file.text.count("\n", 0, at) + 1) for at in places[:10])
         if len(places) > 1 and not replace_all:
             raise ToolError(f"old_text is in {path} {len(places)} times, at lines {lines}: give "
                             "more of the lines around it, or set replace_all")
-        self._save(path, real, file.encode(file.text.replace(old_text, new_text)), new_text)
-        return f"File edited: {self.workspace.show(real)} (line {lines})"
+        text = re.sub(pattern, lambda match: new_text, file.text)
+        self._save(path, real, file, text, new_text)
+        return f"File edited: {path} (line {lines})"
 
     @tool(1)
     def list_dir(self, path: str = ".") -> str:
-        """List a folder: folders end in /, files have their size in bytes.
-
-        path: relative to the workspace
-        """
-        real = self.workspace.resolve(path)
+        """List a folder: folders end in /, files have their size in bytes."""
+        real, lines = self.workspace.resolve(path), []
         try:
-            with os.scandir(real) as found:
-                entries = sorted(found, key=lambda e: (not os.path.isdir(e.path), e.name))
+            for name in sorted(os.listdir(real)):
+                full = os.path.join(real, name)
+                is_folder = os.path.isdir(full)
+                lines.append(name + "/" if is_folder else f"{name}  {os.lstat(full).st_size}")
         except OSError as e:
             raise ToolError(f"Listing failed: {path}: {e.strerror}") from None
-        lines = []
-        for e in entries[:500]:
-            with contextlib.suppress(OSError):            # it may have gone meanwhile
-                size = f"  {e.stat(follow_symlinks=False).st_size}"
-                lines.append(e.name + ("/" if os.path.isdir(e.path) else size))
-        more = [f"... and {len(entries) - 500} more"] if len(entries) > 500 else []
-        return "\n".join(lines + more) or "(empty folder)"
+        return "\n".join(lines) or "(empty folder)"
 
     @tool(2)
     def create_project(self, name: str, type: Literal["java", "python", "node"]) -> str:
-        """Create a new project folder with a working start: java (Maven), python or node.
-
-        name: of the folder and the project
-        """
+        """Create a new project folder with a working start: java (Maven), python or node."""
         if not re.fullmatch(r"[A-Za-z][\w.-]*", name, re.ASCII):
             raise ToolError("a project name starts with a letter; digits, _ . and - may follow")
-        folder = self.workspace.resolve(name, may_differ=False)
+        folder = self.workspace.resolve(name)
         if os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
             raise ToolError(f"{name} exists and is not empty: nothing was changed")
         module = re.sub(r"\W", "_", name).lower()
         for path, text in PROJECTS[type].items():
-            real = os.path.join(folder, *path.replace("MODULE", module).split("/"))
-            text = text.replace("MODULE", module).replace("NAME", name)
-            self._save(path, real, text.encode("utf-8"))
+            path, text = (t.replace("MODULE", module).replace("NAME", name) for t in (path, text))
+            self._save(path, os.path.join(folder, *path.split("/")), FileText(""), text, "")
         return f"Project created: {name} (type: {type})"
-
-
-def find_all(text: str, piece: str) -> list[int]:
-    """Return where a piece occurs, overlapping places too: "aaa", "aa" -> [0, 1]."""
-    return [m.start() for m in re.finditer(f"(?={re.escape(piece)})", text)]
-
-
-def _almost(text, piece):
-    """Point at the place that differs from the piece only in white space."""
-    words = [re.escape(w) for w in piece.split()]
-    match = re.search(r"\s+".join(words), text) if words else None
-    if not match:
-        return ": read the file again, it may have changed"
-    line = text.count("\n", 0, match.start()) + 1
-    return f"; line {line} differs only in white space: copy it exactly, tabs are not spaces"
 
 
 PROJECTS = {
     "java": {
-        "pom.xml": """<?xml version="1.0" encoding="UTF-8"?>
-<project xmlns="http://maven.apache.org/POM/4.0.0">
+        "pom.xml": """<project xmlns="http://maven.apache.org/POM/4.0.0">
   <modelVersion>4.0.0</modelVersion>
   <groupId>com.example</groupId>
   <artifactId>NAME</artifactId>
@@ -1934,7 +1841,6 @@ PROJECTS = {
   <properties>
     <maven.compiler.source>17</maven.compiler.source>
     <maven.compiler.target>17</maven.compiler.target>
-    <project.build.sourceEncoding>UTF-8</project.build.sourceEncoding>
   </properties>
 </project>
 """,
@@ -1948,19 +1854,10 @@ public class Main {
 """},
     "python": {
         "pyproject.toml": '[project]\nname = "NAME"\nversion = "0.1.0"\n',
-        "MODULE/__init__.py": 'def hello():\n    """Return a greeting."""\n    return "NAME"\n',
-        "test_MODULE.py": """import unittest
-
-import MODULE
-
-
-class TestHello(unittest.TestCase):
-    def test_hello(self):
-        self.assertEqual("NAME", MODULE.hello())
-"""},
+        "MODULE.py": 'def hello():\n    """Return a greeting."""\n    return "NAME"\n',
+        "test_MODULE.py": 'import MODULE\n\nassert MODULE.hello() == "NAME"\n'},
     "node": {
-        "package.json": '{\n  "name": "MODULE",\n  "version": "0.1.0",\n  "main": "index.js",\n'
-                        '  "scripts": {"test": "node test.js"}\n}\n',
+        "package.json": '{"name": "MODULE", "version": "0.1.0", "scripts": {"test": "node test"}}',
         "index.js": 'exports.hello = () => "NAME";\n',
         "test.js": 'require("assert").strictEqual(require("./index").hello(), "NAME");\n'},
 }
@@ -1968,60 +1865,16 @@ class TestHello(unittest.TestCase):
 
 # ---- commands
 
-class Output:
-    """What a process printed: whole while it is short, else its head and tail, and a file."""
-
-    def __init__(self, spool_path: str):
-        self.spool_path = spool_path     # where a long output can be read in full
-        self.n_bytes = 0
-        self._lock = threading.Lock()    # written on one thread, read on another
-        self.n_spooled = 0               # how much of it is in the file; guarded by _lock
-        self._head, self._tail, self._spool = b"", b"", None
-
-    def add(self, data: bytes) -> None:
-        """Take the next bytes."""
-        with self._lock:
-            self._add(data)
-
-    def _add(self, data):
-        is_long = self.n_bytes + len(data) > HEAD_BYTES + TAIL_BYTES
-        if is_long and self.n_spooled in (0, self.n_bytes) and self.n_bytes < MAX_SPOOL_BYTES:
-            with contextlib.suppress(OSError):            # a full disk must not stop the command
-                self._write(data if self._spool else self._tail + data)
-        self._head += data[:max(0, HEAD_BYTES - self.n_bytes)]
-        self._tail = (self._tail + data)[-HEAD_BYTES - TAIL_BYTES:]
-        self.n_bytes += len(data)
-
-    def _write(self, data):
-        if self._spool is None:
-            os.makedirs(os.path.dirname(self.spool_path), mode=0o700, exist_ok=True)
-            self._spool = open(self.spool_path, "wb", buffering=0,
-                               opener=lambda path, flags: os.open(path, flags, 0o600))
-        self.n_spooled += self._spool.write(data)
-
-    def text(self, seen: int = 0) -> str:
-        """Return it, without the first `seen` bytes, and with what was left out said."""
-        with self._lock:
-            return self._text(seen)
-
-    def _text(self, seen):
-        n_new = self.n_bytes - seen
-        if n_new <= len(self._tail):
-            data, note = self._tail[len(self._tail) - n_new:], ""
-        else:
-            where = f"read_file {self.spool_path} has " + (
-                "all" if self.n_spooled == self.n_bytes else f"the first {self.n_spooled}")
-            note = (f"\n[... {n_new - HEAD_BYTES - TAIL_BYTES} of {self.n_bytes} bytes left out; "
-                    f"{where if self.n_spooled else 'they could not be kept'} ...]\n")
-            data = self._tail[-TAIL_BYTES:] if not seen else self._tail
-        decoded = [d.decode("utf-8", "replace").replace("\r\n", "\n").replace("\0", "\ufffd")
-                   for d in (self._head if note and not seen else b"", data)]
-        return decoded[0] + note + decoded[1]
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._spool:
-            self._spool.close()
+def has_group(process: subprocess.Popen) -> bool:
+    """True while the process, or any other of its group, lives."""
+    is_over = process.poll() is not None                  # a dead leader stays until asked for
+    if WINDOWS:
+        return not is_over
+    try:
+        os.killpg(process.pid, 0)
+        return True
+    except (ProcessLookupError, PermissionError):         # nobody is left
+        return False
 
 
 def kill_tree(process: subprocess.Popen) -> None:
@@ -2030,37 +1883,57 @@ def kill_tree(process: subprocess.Popen) -> None:
         subprocess.run(["taskkill", "/T", "/F", "/PID", str(process.pid)], check=False,
                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         return
-    for sig, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
-        deadline = time.monotonic() + patience_s
-        try:
+    for sig in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + GRACE_S
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, sig)
-            while time.monotonic() < deadline:
-                process.poll()                            # a dead leader stays until asked for
-                os.killpg(process.pid, 0)
-                time.sleep(0.01)
-        except (ProcessLookupError, PermissionError):     # nobody is left
-            return
+        while has_group(process) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 class Process:
-    """A running command: own process group, no input, output collected."""
+    """A running command: own process group, no input; and what it printed so far."""
 
-    def __init__(self, argv: list[str], cwd: str, output: Output):
+    def __init__(self, argv: list[str], cwd: str, output_path: str):
         # No editor, pager or password prompt may wait for a person who isn't there.
         env = {**os.environ, "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0",
                "GIT_EDITOR": "false", "GIT_SEQUENCE_EDITOR": "false", "EDITOR": "false"}
         group = {"creationflags": 0x200} if WINDOWS else {"start_new_session": True}
-        self.output, self.started = output, time.monotonic()
-        self._popen = subprocess.Popen(argv, cwd=cwd, env=env, stdin=subprocess.DEVNULL,
-                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **group)
+        self.output_path = output_path   # the file for an output that is too long to show
+        self.n_bytes = 0                 # printed so far
+        self._lock = threading.Lock()    # printed on one thread, asked for on another
+        self._n_told, self._start, self._tail = 0, bytearray(), b""          # guarded by _lock
+        self.popen = subprocess.Popen(argv, cwd=cwd, env=env, stdin=subprocess.DEVNULL,
+                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **group)
         self._reader = Job("output", self._read)
-        self._waiter = Job("wait", self._popen.wait)
+        self._waiter = Job("wait", self.popen.wait)
 
     def _read(self):
-        with self._popen.stdout as pipe:
+        with self.popen.stdout as pipe:
             for data in iter(lambda: os.read(pipe.fileno(), 65536), b""):
-                self.output.add(data)
-        self.output.close()
+                with self._lock:
+                    self._start += data[:MAX_KEPT_BYTES - len(self._start)]
+                    self._tail = (self._tail + data)[-HEAD_BYTES - TAIL_BYTES:]
+                    self.n_bytes += len(data)
+
+    def output(self) -> str:
+        """Return what it printed since last asked; if that is long, head, tail and a note."""
+        with self._lock:
+            at, self._n_told = self._n_told, self.n_bytes
+            n_left_out = self.n_bytes - at - HEAD_BYTES - TAIL_BYTES
+            if n_left_out <= 0:
+                return _readable(self._tail[len(self._tail) - self.n_bytes + at:])
+            note = f"{n_left_out} of {self.n_bytes} bytes left out; {self._file_output()}"
+            head, tail = self._start[at:at + HEAD_BYTES], self._tail[-TAIL_BYTES:]
+            return f"{_readable(head)}\n[... {note} ...]\n{_readable(tail)}"
+
+    def _file_output(self):
+        try:
+            os.makedirs(os.path.dirname(self.output_path), mode=0o700, exist_ok=True)
+            atomic_write(self.output_path, self._start, 0o600)
+        except OSError:                                   # a full disk is no reason to fail
+            return "they could not be kept"
+        return f"read_file {self.output_path} has the first {len(self._start)}"
 
     def wait(self, timeout_s: float, cancel: Cancel) -> int:
         """Return the exit code.  Raises TimeoutError or Cancelled, and then it is killed.
@@ -2068,32 +1941,23 @@ class Process:
         Waits for the shell, not for the end of its output: what it left running holds the pipe.
         """
         try:
-            code = self._waiter.wait(cancel, timeout_s)
+            return self._waiter.wait(cancel, timeout_s)
         except (TimeoutError, Cancelled):
             self.kill()
             raise
         finally:
             with contextlib.suppress(TimeoutError):
                 self._reader.wait(timeout_s=0.3)
-        return code
-
-    def exit_code(self) -> int | None:
-        """Return the exit code, None while it runs."""
-        return self._popen.poll()
 
     def kill(self) -> None:
         """End it and all of its group."""
-        kill_tree(self._popen)
+        kill_tree(self.popen)
         with contextlib.suppress(TimeoutError):           # gone is not yet known to be gone
             self._waiter.wait(timeout_s=GRACE_S)
 
-    def has_group(self) -> bool:
-        """True while any process of the group lives."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if not WINDOWS:
-                os.killpg(self._popen.pid, 0)
-            return not WINDOWS or self.exit_code() is None
-        return False
+
+def _readable(data):
+    return data.decode("utf-8", "replace").replace("\r\n", "\n").replace("\0", "\ufffd")
 
 
 def shell_argv(command: str) -> list[str] | str:
@@ -2103,15 +1967,15 @@ def shell_argv(command: str) -> list[str] | str:
     """
     import shutil
     bash = shutil.which("bash")
-    if bash and not (WINDOWS and re.search("system32|windowsapps", bash, re.I)):   # a Linux's
-        if "|" in command:
-            # A pipe hides a failure in its middle; 141 is only a reader that had enough (head).
-            command = ("exec 9>&1; trap 'p=(\"${PIPESTATUS[@]}\") IFS=\" \"; [[ ${#p[@]} -lt 2 || "
-                       "${p[*]} =~ ^((0|141)\\ ?)+$ ]] || { "
-                       "echo \"[exit codes in the pipe: ${p[*]}]\" >&9; } 2>/dev/null || :' EXIT; "
-                       + command)
-        return [bash, "-c", command]
-    return f'cmd /d /s /c "{command}"' if WINDOWS else ["/bin/sh", "-c", command]
+    if not bash or WINDOWS and re.search("system32|windowsapps", bash, re.I):      # a Linux's
+        return f'cmd /d /s /c "{command}"' if WINDOWS else ["/bin/sh", "-c", command]
+    if "|" in command:
+        # A pipe hides a failure in its middle; 141 is only a reader that had enough (head).
+        command = ("exec 9>&1; trap 'p=(\"${PIPESTATUS[@]}\") IFS=\" \"; [[ ${#p[@]} -lt 2 || "
+                   "${p[*]} =~ ^((0|141)\\ ?)+$ ]] || { "
+                   "echo \"[exit codes in the pipe: ${p[*]}]\" >&9; } 2>/dev/null || :' EXIT; "
+                   + command)
+    return [bash, "-c", command]
 
 
 class ShellTools:
@@ -2122,25 +1986,24 @@ class ShellTools:
         self.workspace, self.timeout_s = workspace, timeout_s
         self.sandbox = list(sandbox)     # PAICLI_SANDBOX: argv that runs what stands behind it
         self.spool_dir = os.path.realpath(spool_dir)      # long outputs, removed by close()
-        self._tasks = {}                 # id -> [Process, bytes seen]
+        self._tasks = {}                 # id -> Process in the background
         self._running = []               # every Process that may still live
         self._is_closed = False
         self._numbers = itertools.count(1)
         workspace.folders.append(self.spool_dir)          # so that read_file gets at them
 
     def _start(self, argv):
+        if self._is_closed:
+            raise ToolError("not started: paicli is ending")
         path = os.path.join(self.spool_dir, f"output-{next(self._numbers)}.txt")
-        if self._is_closed or not os.path.isdir(self.workspace.root):
-            raise ToolError(f"not started: the folder {self.workspace.root} is gone"
-                            if not self._is_closed else "not started: paicli is ending")
         try:
             if self.sandbox:
                 argv = [a.replace("{cwd}", self.workspace.root) for a in self.sandbox] + argv
-            process = Process(argv, self.workspace.root, Output(path))
-            self._running = [p for p in self._running if p.has_group()] + [process]
-            return process
+            process = Process(argv, self.workspace.root, path)
         except (OSError, ValueError) as e:
-            raise ToolError(f"could not be started: {getattr(e, 'strerror', None) or e}") from None
+            raise ToolError(f"could not be started: {e}") from None
+        self._running = [p for p in self._running if has_group(p.popen)] + [process]
+        return process
 
     def run_argv(self, argv: list[str], cancel: Cancel, timeout_s: float = 0) -> str:
         """Run a program to its end; return exit code and output.  Raises ToolError, Cancelled."""
@@ -2150,8 +2013,8 @@ class ShellTools:
             code = process.wait(timeout_s, cancel)
         except TimeoutError:
             raise ToolError(f"no end after {timeout_s:g} s, so the command was killed; use "
-                            f"background for what runs long.\n{process.output.text()}") from None
-        return f"Command finished ({_exit(code)})\n{process.output.text()}"
+                            f"background for what runs long.\n{process.output()}") from None
+        return f"Command finished (exit code: {code})\n{process.output()}"
 
     @tool(3)
     def execute_command(self, command: str, background: bool = False, timeout_s: int = 0,
@@ -2163,16 +2026,15 @@ class ShellTools:
         background: return at once with an id for task_output and task_stop
         timeout_s: kill it after so many seconds; 0 means the default
         """
-        outside_quotes = re.sub(r"'[^']*'|\"(\\.|[^\"\\])*\"", "", command)
         # A sandbox has a shell of its own, perhaps another system's.
         argv = ["sh", "-c", command] if self.sandbox else shell_argv(command)
+        outside_quotes = re.sub(r"'[^']*'|\"(\\.|[^\"\\])*\"", "", command)
         if isinstance(argv, list) and re.search(r">\s*nul(?![\w./-])", outside_quotes, re.I):
             raise ToolError("the shell is not cmd: write /dev/null instead of nul")
         if not background:
             return self.run_argv(argv, cancel or Cancel(), timeout_s)
-        process = self._start(argv)
         id_ = f"task-{len(self._tasks) + 1}"
-        self._tasks[id_] = [process, 0]
+        self._tasks[id_] = self._start(argv)
         return f"Started in the background as {id_}."
 
     def _task(self, id_):
@@ -2182,39 +2044,24 @@ class ShellTools:
 
     @tool(1)
     def task_output(self, id: str) -> str:
-        """Say whether a background command still runs, and what it printed since last asked.
-
-        id: from execute_command
-        """
-        task = self._task(id)
-        process, seen = task
-        code, task[1] = process.exit_code(), process.output.n_bytes
-        state = f"running for {time.monotonic() - process.started:.0f} s" if code is None else (
-            f"finished, {_exit(code)}")
-        return f"{id}: {state}\n{process.output.text(seen)}"
+        """Say whether a background command still runs, and what it printed since last asked."""
+        process = self._task(id)
+        code = process.popen.poll()
+        state = "still running" if code is None else f"finished (exit code: {code})"
+        return f"{id}: {state}\n{process.output()}"
 
     @tool(1)
     def task_stop(self, id: str) -> str:
-        """Stop a background command.
-
-        id: from execute_command
-        """
-        process, seen = self._task(id)
-        process.kill()
-        return f"{id}: stopped\n{process.output.text(seen)}"
+        """Stop a background command, and say what it printed since last asked."""
+        self._task(id).kill()
+        return self.task_output(id)
 
     def close(self) -> None:
-        """Kill what still runs, and remove the spooled outputs."""
-        self._is_closed = True
-        running = [p.kill for p in self._running if p.has_group()]
-        if running:
-            run_parallel("kill", running)
+        """Kill what still runs, and remove the long outputs."""
         import shutil
+        self._is_closed = True
+        run_parallel("kill", [p.kill for p in self._running if has_group(p.popen)])
         shutil.rmtree(self.spool_dir, ignore_errors=True)
-
-
-def _exit(code):
-    return f"exit code: {code}" if code >= 0 else f"exit code: {128 - code}, by signal {-code}"
 
 
 def builtin_tools(files: FileTools, shell: ShellTools) -> list[Tool]:

@@ -1117,7 +1117,7 @@ class TestTools(Case):
                              ("str | None", {"type": "string"}), ("typing.Optional[int]", {"type": "integer"}),
                              ("Literal['a', 'b']", {"enum": ["a", "b"]}), ("Literal[1, 2]", {"enum": [1, 2]}),
                              ("list[Optional[int]]", {"type": "array", "items": {"type": "integer"}}), ("int | str", {}),
-                             ("Anything", {"type": "string"})):
+                             ("str", {"type": "string"}), ("list[int] | str", {})):
             self.assertEqual(schema, paicli.schema_of(hint), hint)
 
     def test_the_model_is_told_name_schema_and_to_give_a_reason(self):
@@ -1142,7 +1142,7 @@ class TestTools(Case):
             "any": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "ref": {"$ref": "#/x"}}}
         good = {"path": "a", "mode": "r", "n": "5", "list": '[{"x": "1"}]', "any": None, "ref": [1]}
         self.assertEqual({**good, "n": 5, "list": [{"x": 1}], "any": None}, {"any": None, **paicli.check_value(schema, good)})
-        for change, said in (({"path": None}, "path should be of type string"), ({"mode": "x"}, 'mode should be one of "r", "w", not "x"'),
+        for change, said in (({"path": None}, "path should be of type string"), ({"mode": "x"}, r'mode should be one of \["r", "w"\], not "x"'),
                              ({"n": "x"}, "n should be of type integer"), ({"list": [{"x": "y"}]}, r"list\[0\].x should be"),
                              ({"any": "x"}, "any should be"),
                              ({"nope": 1}, "unknown: nope; there are path, mode")):
@@ -1291,7 +1291,7 @@ class TestBuiltInTools(Case):
         self.assertEqual("File content (lines 2 to 3 of 3):\n2\ty\n3\tz", self.files.read_file("a/b.txt", 2, 9, True))
         self.assertEqual("The file is empty.", self.files.read_file(self.write("empty", "")))
         self.raises(paicli.ToolError, "3 lines, none from 9", self.files.read_file, "a/b.txt", 9)
-        self.raises(paicli.ToolError, "there is no file a/c.txt; did you mean b.txt", self.files.read_file, "a/c.txt")
+        self.raises(paicli.ToolError, "there is no file .*c.txt; did you mean b.txt", self.files.read_file, "a/c.txt")
 
     def test_a_long_file_is_read_in_parts(self):
         self.write("long.txt", "".join(f"{n}\n" for n in range(1, 5001)))
@@ -1304,7 +1304,6 @@ class TestBuiltInTools(Case):
         for path in ("../x", "a/../../x", os.path.join(outside, "x"), "~/x", os.path.dirname(self.folder), self.folder + "-twin/x"):
             self.raises(paicli.ToolError, "outside the workspace", self.workspace.resolve, path)
         self.assertEqual(self.path("b"), self.workspace.resolve("a/../b"))
-        self.assertEqual(["b/c", "/else"], [self.workspace.show(self.path("b/c")), self.workspace.show("/else")])
         inner = paicli.Workspace(self.folder, [self.path("own/out")], closed=self.path("own"))
         self.raises(paicli.ToolError, "belongs to PaiCLI", inner.resolve, "own/tools.py")
         self.assertEqual(self.path("own/out/x"), inner.resolve("own/out/x"))
@@ -1319,10 +1318,10 @@ class TestBuiltInTools(Case):
             self.assertTrue(paicli.path_trap(path, windows=True), path)
         for path in (r"\\evil\share\x", r"\\?\C:\x", r"\??\UNC\evil\share", "", "a\0b"):
             self.assertTrue(paicli.path_trap(path, windows=False), path)
-        for path in ("nul", "CON.txt", "a/com1", "C:relative", "file.txt:stream", "name. ", "x."):
+        for path in ("nul", "CON.txt", "a/com1", "C:relative", "file.txt:stream", "name. ", "x.", "...", "a/b "):
             self.assertTrue(paicli.path_trap(path, windows=True), path)
             self.assertFalse(paicli.path_trap(path, windows=False), path)
-        for path in ("C:\\Users\\x", "..", "a/b", "console"):
+        for path in ("C:\\Users\\x", "..", "a/..", "a/.b", ".", "a/b", "console"):
             self.assertEqual("", paicli.path_trap(path, windows=True))
 
     @unittest.skipUnless(POSIX, "special files")
@@ -1343,14 +1342,15 @@ class TestBuiltInTools(Case):
             self.files.edit_file("f", text, text + "!")
             self.assertEqual(data.replace(text.encode(encoding), (text + "!").encode(encoding)), self.bytes_of("f"))
         latin = paicli.decode_file(b"caf\xe9")
-        self.assertEqual((b"\xe9", False, True), (latin.encode("é"), latin.is_crlf, paicli.decode_file(b"a\r\nb\r\n").is_crlf))
-        self.raises(paicli.ToolError, "latin-1, which has no '你'", latin.encode, "你")
+        self.assertEqual((b"\xe9\n", b"c\r\nd\r\n"), (latin.encode("é\n"), paicli.decode_file(b"a\r\nb\r\n").encode("c\nd\r\n")))
+        self.assertRaises(UnicodeError, latin.encode, "你")
         self.write("f", b"caf\xe9")
-        self.assertIn("it was latin-1 and is UTF-8 now", self.files.write_file("f", "你"))
+        self.raises(paicli.ToolError, "Writing failed: f: 'latin-1' codec.*delete the file", self.files.write_file, "f", "你")
+        self.assertEqual(b"caf\xe9", self.bytes_of("f"))
 
     def test_an_edit_changes_only_the_bytes_it_names(self):
         for before, old, new, after in (
-                (b"\xef\xbb\xbfa\r\nb\r\nc\r\n", "a\nb", "a\nB", b"\xef\xbb\xbfa\r\nB\r\nc\r\n"), (b"a\r\nb\nc", "c", "C", b"a\r\nb\nC"),
+                (b"\xef\xbb\xbfa\r\nb\r\nc\r\n", "a\nb", "a\nB", b"\xef\xbb\xbfa\r\nB\r\nc\r\n"), (b"a\r\nb\nc", "c", "C", b"a\r\nb\nC"), (b"a\r\nb\nc", "a\nb\nc", "x", b"x"),
                 (b"a\r\nb\r\nc\r\n", "\nb", "", b"a\r\nc\r\n"), (b"a\r\nb\r\nc\r\n", "b", "B1\nB2", b"a\r\nB1\r\nB2\r\nc\r\n"),
                 (b"p 10%\rp 20%\rdone\nx\n", "x", "y", b"p 10%\rp 20%\rdone\ny\n"),
                 ("a\u2028b\x85\x0cc".encode("utf-8"), "c", "d", "a\u2028b\x85\x0cd".encode("utf-8")),
@@ -1364,13 +1364,12 @@ class TestBuiltInTools(Case):
         self.raises(paicli.ToolError, "2 times, at lines 1, 3", self.files.edit_file, "f", "x = 1", "x = 9")
         self.raises(paicli.ToolError, "empty", self.files.edit_file, "f", "", "z")
         self.raises(paicli.ToolError, "the same", self.files.edit_file, "f", "y", "y")
-        self.raises(paicli.ToolError, "not in f: read the file again", self.files.edit_file, "f", "nope", "z")
-        self.raises(paicli.ToolError, "line 2 differs only in white space", self.files.edit_file, "f", "y  =\t2", "z")
+        for old in ("nope", "y  =\t2"):
+            self.raises(paicli.ToolError, "not in f: read it again", self.files.edit_file, "f", old, "z")
         self.files.edit_file("f", "x = 1", "x = 9", replace_all=True)
         self.assertEqual(b"x = 9\ny = 2\nx = 9\n", self.bytes_of("f"))
         self.write("g", "aaa")
         self.raises(paicli.ToolError, "2 times", self.files.edit_file, "g", "aa", "b")
-        self.assertEqual([[0, 1], []], [paicli.find_all("aaa", "aa"), paicli.find_all("a", "b")])
 
     def test_a_rewrite_keeps_line_ends_and_bom(self):
         for before, after in ((b"\xef\xbb\xbfa\r\nb\r\n", b"\xef\xbb\xbfc\r\nd\r\n"), (b"a\nb\n", b"c\nd\n")):
@@ -1406,11 +1405,10 @@ class TestBuiltInTools(Case):
             self.assertIn("loop", self.files.list_dir())
 
     def test_projects_start_working(self):
-        for kind, main in (("java", "src/main/java/com/example/Main.java"), ("node", "index.js"), ("python", "my_app/__init__.py")):
+        for kind, main in (("java", "src/main/java/com/example/Main.java"), ("node", "index.js"), ("python", "my_app.py")):
             self.assertEqual(f"Project created: my-app{kind} (type: {kind})", self.files.create_project("my-app" + kind, kind))
             self.assertIn(b"my-app", self.bytes_of(f"my-app{kind}/" + main.replace("my_app", "my_app" + kind)))
-        done = subprocess.run([sys.executable, "-m", "unittest"], cwd=self.path("my-apppython"), stderr=subprocess.PIPE)
-        self.assertIn(b"OK", done.stderr)
+        subprocess.run([sys.executable, "test_my_apppython.py"], cwd=self.path("my-apppython"), check=True)
         self.raises(paicli.ToolError, "not empty", self.files.create_project, "my-appnode", "node")
         self.raises(paicli.ToolError, "starts with a letter", self.files.create_project, "../evil", "node")
 
@@ -1442,28 +1440,39 @@ class TestBuiltInTools(Case):
 
     def test_long_output_keeps_head_and_tail_and_the_rest_in_a_file(self):
         result = self.shell.execute_command(self.python("import sys; [print(i) for i in range(100000)]; sys.exit('FAILED')"))
-        self.assertRegex(result, r"exit code: 1\)\r?\n0\r?\n1\r?\n(.|\n)*bytes left out; read_file (.*) has all(.|\n)*FAILED")
+        self.assertRegex(result, r"exit code: 1\)\r?\n0\r?\n1\r?\n(.|\n)*bytes left out; read_file (.*) has the first(.|\n)*FAILED")
         self.assertLess(len(result), 40000)
         path = re.search(r"read_file (\S+) has", result)[1]
         self.assertIn("\n50001", self.files.read_file(path, 50000, 50005).replace("\r", ""))
         self.shell.close()
         self.assertFalse(os.path.exists(path))
 
+    def printed(self, *pieces, path="spool"):
+        """What a process is said to have printed after each piece, given as (bytes, how often)."""
+        code = (f"import os, sys, time\nfor n, (data, times) in enumerate({pieces!r}):\n"
+                "    while not os.path.exists(str(n)): time.sleep(0.01)\n"
+                "    sys.stdout.buffer.write(data * times); sys.stdout.flush()\n")
+        process, n_bytes = paicli.Process([sys.executable, "-c", code], self.folder, self.path(path)), 0
+        for n, (data, times) in enumerate(pieces):
+            self.write(str(n), "")
+            n_bytes += len(data) * times
+            self.assertTrue(wait_for(lambda: process.n_bytes == n_bytes))
+            yield process.output()
+        self.assertEqual((0, ""), (process.wait(20, paicli.Cancel()), process.output()))
+
     def test_output_is_text_whatever_the_bytes(self):
-        out = paicli.Output(self.path("spool"))
-        for data in (b"\xff\xfeA\0B\n", b"\xe4\xbd", b"\xa0"):
-            out.add(data)
-        self.assertEqual("\ufffd\ufffdA\ufffdB\n你", out.text())
-        self.assertEqual("你", out.text(seen=6))
-        for n in range(4):
-            out.add(bytes([65 + n]) * 20000)
-        out.close()
-        self.assertRegex(out.text(), r"^..A.B\n你A+\n\[\.\.\. \d+ of 80009 bytes left out(.|\n)*D{20000}$")
-        self.assertEqual(80009, len(self.bytes_of("spool")))
-        self.assertEqual("D" * 20000, out.text(seen=60009))
-        nowhere = paicli.Output(os.path.join(self.write("file", ""), "spool"))
-        nowhere.add(b"x" * 50000)
-        self.assertIn("20000 of 50000 bytes left out; they could not be kept", nowhere.text())
+        self.assertEqual(["\ufffd\ufffdA\ufffdB\n", "你"], list(self.printed((b"\xff\xfeA\0B\n", 1), ("你".encode(), 1))))
+
+    def test_long_output_is_told_in_part_and_each_part_once(self):
+        texts = self.printed((b"A", 30000), (b"B", 60000), (b"C", 20 << 20), (b"D", 40000))
+        self.assertEqual("A" * 30000, next(texts))
+        self.assertRegex(next(texts), r"^B{10000}\n\[\.\.\. 30000 of 90000 bytes left out; read_file .*spool has the first 90000 \.\.\.\]\nB{20000}$")
+        self.assertEqual(90000, len(self.bytes_of("spool")))
+        self.assertRegex(next(texts), r"^C{10000}\n\[.*has the first 20971520 \.\.\.\]\nC{20000}$")
+        self.assertRegex(next(texts), r"^\n\[\.\.\. 10000 of .*\nD{20000}$")
+        self.assertEqual([], list(texts))
+        self.write("file", "")
+        self.assertIn("20000 of 50000 bytes left out; they could not be kept", *self.printed((b"x", 50000), path="file/spool"))
 
     @unittest.skipUnless(POSIX, "process groups")
     def test_a_timeout_kills_the_whole_tree_even_if_it_ignores_term(self):
@@ -1490,7 +1499,7 @@ class TestBuiltInTools(Case):
 
     def test_a_workspace_that_is_gone_is_said(self):
         os.rmdir(self.folder)
-        self.raises(paicli.ToolError, "is gone", self.shell.execute_command, "pwd")
+        self.raises(paicli.ToolError, "could not be started: .*" + re.escape(self.folder), self.shell.execute_command, "pwd")
         os.mkdir(self.folder)
 
     def test_cancel_ends_a_command_at_once(self):
@@ -1503,21 +1512,20 @@ class TestBuiltInTools(Case):
     def test_a_background_command_is_asked_later(self):
         self.assertEqual("Started in the background as task-1.", self.shell.execute_command(
             self.python("import time; print('one', flush=True); time.sleep(60)"), background=True))
-        self.assertTrue(wait_for(lambda: self.shell._tasks["task-1"][0].output.n_bytes))
-        self.assertRegex(self.shell.task_output("task-1"), r"^task-1: running for \d+ s\none")
+        self.assertTrue(wait_for(lambda: self.shell._tasks["task-1"].n_bytes))
+        self.assertRegex(self.shell.task_output("task-1"), r"^task-1: still running\r?\none")
         self.assertNotIn("one", self.shell.task_output("task-1"))
-        self.assertIn("stopped", self.shell.task_stop("task-1"))
-        self.assertIn("task-1: finished, exit code", self.shell.task_output("task-1"))
+        self.assertIn("task-1: finished .exit code", self.shell.task_stop("task-1"))
         self.raises(paicli.ToolError, "no task 'task-9'; there are task-1", self.shell.task_output, "task-9")
 
     def test_a_process_knows_whether_it_lives(self):
-        process = paicli.Process([sys.executable, "-c", "import time; time.sleep(60)"], self.folder, paicli.Output(self.path("o")))
-        self.assertEqual((None, True), (process.exit_code(), process.has_group()))
+        process = paicli.Process([sys.executable, "-c", "import time; time.sleep(60)"], self.folder, self.path("o"))
+        self.assertEqual((None, True), (process.popen.poll(), paicli.has_group(process.popen)))
         self.assertRaises(TimeoutError, process.wait, 0.05, paicli.Cancel())
-        self.assertNotEqual(None, process.exit_code())
-        self.assertFalse(process.has_group())
+        self.assertNotEqual(None, process.popen.poll())
+        self.assertFalse(paicli.has_group(process.popen))
         process.kill()
-        quick = paicli.Process([sys.executable, "-c", "exit(7)"], self.folder, paicli.Output(self.path("o")))
+        quick = paicli.Process([sys.executable, "-c", "exit(7)"], self.folder, self.path("o"))
         self.assertEqual(7, quick.wait(20, paicli.Cancel()))
         popen = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], **({"start_new_session": True} if POSIX else {}))
         paicli.kill_tree(popen)
