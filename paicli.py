@@ -2740,8 +2740,9 @@ def with_files(files: FileTools, text: str) -> str:
 #             <---- events (a queue) ----
 #             ----- answers, cancel.set() ---->
 #
-# A turn runs on one thread; the main thread waits for people.  It drains the queue, draws, and
-# turns Ctrl-C into cancel.set().  A question is an event that carries the queue for its answer.
+# A turn, or a command, runs on a thread; the main thread waits for people.  It drains the queue,
+# draws, and turns Ctrl-C into cancel.set().  A question is an event that carries the queue for its
+# answer.
 # Trap: a terminal obeys what is printed.  Text of models, files and commands passes visible(), or
 # an escape sequence in a README rewrites the question a person is about to answer.
 # Simplified: Markdown is styled, not laid out; nothing is full-screen, so copy and scroll work.
@@ -2827,12 +2828,12 @@ class Markdown:
 
     def _n_sure(self, rest):
         """How much of the line's rest stands before a mark that is still open."""
+        if len(rest) > MAX_HELD:
+            return len(rest)
         if not self._has_begun and MAY_BE_A_BLOCK.fullmatch(rest):
             return 0
-        unpaired = PAIR.sub(lambda m: " " * len(m[0]), rest[:MAX_HELD])
-        mark = MAY_BEGIN_A_PAIR.search(unpaired)
-        is_open = mark and len(rest) <= MAX_HELD and not self._is_fence
-        return mark.start() if is_open else len(rest)
+        mark = MAY_BEGIN_A_PAIR.search(PAIR.sub(lambda m: "x" * len(m[0]), rest))
+        return mark.start() if mark and not self._is_fence else len(rest)
 
     def _show(self, text):
         is_start, self._has_begun = not self._has_begun, self._has_begun or bool(text)
@@ -2842,8 +2843,11 @@ class Markdown:
         if self._is_fence:
             return self._style("cyan", text)
         if is_start and re.match("#{1,6} ", text):
-            return self._style("bold", PAIR.sub(r"\1\2", text.lstrip("# ")))
-        return PAIR.sub(lambda m: self._style("bold" if m[1] else "cyan", m[1] or m[2]), text)
+            return self._bold(text.lstrip("# "))
+        return PAIR.sub(lambda m: self._style("cyan", m[2]) if m[2] else self._bold(m[1]), text)
+
+    def _bold(self, text):
+        return self._style("bold", PAIR.sub(r"\1\2", text))      # one style at a time
 
 
 class Screen:
@@ -3232,7 +3236,6 @@ def play_demo(config: Config) -> int:
     import shutil
     import tempfile
     print("Demo: keyword rules instead of a model, real tools, in a temporary folder.")
-    code = 0
     with tempfile.TemporaryDirectory(prefix="paicli-demo-") as folder, \
             contextlib.closing(build(config._replace(cwd=os.path.realpath(folder)))) as app:
         screen = Screen(sys.stdout, sys.stderr, config, LABEL)
@@ -3240,9 +3243,11 @@ def play_demo(config: Config) -> int:
             print(f"\n👤 You: {example}", flush=True)
             if "compile" in example and not shutil.which("javac"):
                 print("(left out: there is no javac here)")
-            else:
-                code = code or run_line(app, screen, example, False)
-    return code
+                continue
+            code = run_line(app, screen, example, False)
+            if code:
+                return code
+    return 0
 
 
 def piped_text(wait_s: float | None) -> str:
@@ -3284,12 +3289,12 @@ def dispatch(config: Config) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run PaiCLI with these arguments; return the exit code."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        # None where it was closed: >&-
-        stream = getattr(sys, name) or open(os.devnull, mode, encoding="utf-8")
+        if getattr(sys, name) is None:                    # it was closed: >&-
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+        stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):                # an emoji must never be a traceback
             is_ascii = (stream.encoding or "").lower() in ("ascii", "us-ascii", "ansi_x3.4-1968")
             stream.reconfigure(encoding="utf-8" if is_ascii else None, errors="replace")
-        setattr(sys, name, stream)
     for name in ("SIGTERM", "SIGHUP"):                    # the same way out, which kills children
         number = getattr(signal, name, None)
         if number and signal.getsignal(number) is signal.SIG_DFL:        # not under nohup

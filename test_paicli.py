@@ -1851,7 +1851,7 @@ class TestTerminal(Case):
         bold, code = (lambda text: style("bold", text)), (lambda text: style("cyan", text))
         for text, expected in (
                 ("# Head `x`\n", bold("Head x") + "\n"), ("Hello **bold** `co**de` * a\n", f"Hello {bold('bold')} {code('co**de')} * a\n"),
-                ("**use `x`** ok\n", bold("use `x`") + " ok\n"), ("* item **重要**的\n", f"* item {bold('重要')}的\n"),
+                ("**use `x`** **`ok`**\n", bold("use x") + " " + bold("ok") + "\n"), ("* item **重要**的\n", f"* item {bold('重要')}的\n"),
                 ("```py\n# x = `1`\n```\n2\n", style("dim", "```py") + "\n" + code("# x = `1`") + "\n" + style("dim", "```") + "\n2\n"),
                 *((lone, lone) for lone in ("2 ** 3 ** 4\n", "x**2 + y**2\n", "src/**/*.py, test/**/*.py\n", "`a\nb`\n", "**a\nb**\n",
                                             "f(*a, **b) don`t\n", "#1 is # no head\n", "**" + "a" * 999 + "\n", "**\n", "a*\n"))):
