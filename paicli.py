@@ -3340,8 +3340,9 @@ def with_files(files: FileTools, text: str) -> str:
 #             <---- events (a queue) ----
 #             ----- answers, cancel.set() ---->
 #
-# A turn runs on one thread; the main thread waits for people.  It drains the queue, draws, and
-# turns Ctrl-C into cancel.set().  A question is an event that carries the queue for its answer.
+# A turn, or a command, runs on a thread; the main thread waits for people.  It drains the queue,
+# draws, and turns Ctrl-C into cancel.set().  A question is an event that carries the queue for its
+# answer.
 # Trap: a terminal obeys what is printed.  Text of models, files and commands passes visible(), or
 # an escape sequence in a README rewrites the question a person is about to answer.
 # Simplified: Markdown is styled, not laid out; nothing is full-screen, so copy and scroll work.
@@ -3370,196 +3371,175 @@ HELP = """usage: paicli.py [options] [MESSAGE...]     no message: the REPL
 
 Exit code: 0 done, 1 error, 2 wrong usage, 130 interrupted.
 Keys: GLM_API_KEY=... in the environment, ./.env or ~/.paicli/.env."""
-STYLES = {"bold": "1", "dim": "2", "cyan": "36", "red": "31", "green": "32"}
-
-
-# ---- widths
-
-def clusters(text: str) -> Iterator[tuple[str, int]]:
-    """Yield what a terminal shows as one, with its width in columns: 你 2, é 1, a flag 2."""
-    import unicodedata
-    cluster, width = "", 0
-    for ch in text:
-        is_flag_half = "\U0001f1e6" <= ch <= "\U0001f1ff"
-        joins = cluster and (
-            unicodedata.category(ch) in ("Mn", "Me", "Cf") or "\U0001f3fb" <= ch <= "\U0001f3ff"
-            or cluster.endswith("\u200d")
-            or is_flag_half and len(cluster) == 1 and "\U0001f1e6" <= cluster <= "\U0001f1ff")
-        if joins:
-            cluster += ch
-            width = 2 if ch == "\ufe0f" or is_flag_half else width
-            continue
-        if cluster:
-            yield cluster, width
-        cluster = ch
-        width = 0 if unicodedata.category(ch) in ("Mn", "Me", "Cf") else \
-            1 + (unicodedata.east_asian_width(ch) in "WF")
-    if cluster:
-        yield cluster, width
-
-
-def fit(text: str, columns: int) -> str:
-    """Return as much of the text as fits, with … for what does not; no character is split."""
-    parts, room = list(clusters(text)), max(1, columns)
-    if sum(width for _, width in parts) <= room:
-        return text
-    while parts and sum(width for _, width in parts) > room - 1:
-        parts.pop()
-    return "".join(cluster for cluster, _ in parts) + "…"
+LABEL = "🤖 Agent: "
+STYLES = {"bold": "1", "dim": "2", "cyan": "36"}
 
 
 # ---- drawing
 
-class Markdown:
-    """Styles streamed Markdown: headings, **bold**, `code`, fences; marks may come in pieces."""
+def fit(text: str, columns: int) -> str:
+    """Return as much of the text as surely fits, with … for what does not.
 
-    def __init__(self, style: Callable[[str, str], str]):
-        self._style, self._held = style, ""               # _held: the end, not shown yet
-        self._has_begun = False          # part of the current line is shown
-        self._mode = ""                  # bold, code or fence
+    Wide characters begin at U+1100; all from there on count as wide.  A line that is too short
+    harms nobody, one that is too long wraps.
+    """
+    ends = list(itertools.accumulate(2 if ch >= "\u1100" else 1 for ch in text))
+    room = max(1, columns)
+    if not ends or ends[-1] <= room:
+        return text
+    n = sum(end < room for end in ends)                   # the … takes a column
+    while n and not (text[n].isascii() or text[n].isalnum()):
+        n -= 1                           # never between the parts of an emoji, a flag, an é
+    return text[:n] + "…"
+
+
+# **bold** or `code`; the ** of a path (src/**/*.py) or a power (x**2) begins nothing.
+PAIR = re.compile(r"\*\*(?![\s/\d])(.+?)(?<!\s)\*\*|`([^`]+)`")
+MAY_BEGIN_A_PAIR = re.compile(r"\*\*(?![\s/\d])|`|\*$")
+MAY_BE_A_BLOCK = re.compile(r"\s*(#.*|`{1,2}|```.*)?")    # a heading, a fence, or not known yet
+MAX_HELD = 300                           # characters a mark waits for its partner
+
+
+class Markdown:
+    """Styles one streamed answer: headings, **bold**, `code`, fences.
+
+    Text is shown as it comes; from a mark on it waits until the mark is closed or the line ends,
+    for only a pair on one line is a style: a lone mark is to be read.
+    """
+
+    def __init__(self, style: Callable[[str, str], str] | None):
+        self._style = style              # (name, text) -> text; None: all stays as it is
+        self._held = ""                  # the end of the text, not shown yet
+        self._has_begun = False          # part of the last line is shown
+        self._is_fence = False
 
     def feed(self, text: str) -> str:
-        """Return what can be shown now; what may still become a mark is held back."""
+        """Return what can be shown now; after a newline, that is everything."""
+        if not self._style:
+            return text
         *lines, rest = (self._held + text).split("\n")
         out = []
         for line in lines:
             out.append(self._show(line) + "\n")
             self._has_begun = False
-            self._mode = self._mode if self._mode == "fence" else ""
-        may_be_mark = r"(?:.*[^*])?(\*)" if self._has_begun else r"(\s*(?:[#`].*|\*)?)|.*[^*](\*)"
-        match = re.fullmatch(may_be_mark, rest)
-        n_held = len(match[match.lastindex]) if match else 0
-        self._held = rest[len(rest) - n_held:]
-        return "".join(out) + self._show(rest[:len(rest) - n_held])
+        n_sure = self._n_sure(rest)
+        self._held = rest[n_sure:]
+        return "".join(out) + self._show(rest[:n_sure])
 
-    def end(self) -> str:
-        """Return what was held back; the next text begins on a line of its own."""
-        text = self._show(self._held)
-        self._held, self._has_begun, self._mode = "", False, ""
-        return text
+    def _n_sure(self, rest):
+        """How much of the line's rest stands before a mark that is still open."""
+        if len(rest) > MAX_HELD:
+            return len(rest)
+        if not self._has_begun and MAY_BE_A_BLOCK.fullmatch(rest):
+            return 0
+        mark = MAY_BEGIN_A_PAIR.search(PAIR.sub(lambda m: "x" * len(m[0]), rest))
+        return mark.start() if mark and not self._is_fence else len(rest)
 
     def _show(self, text):
-        is_line_start, self._has_begun = not self._has_begun, self._has_begun or bool(text)
-        if is_line_start and text.lstrip().startswith("```"):
-            self._mode = "" if self._mode == "fence" else "fence"
+        is_start, self._has_begun = not self._has_begun, self._has_begun or bool(text)
+        if is_start and text.lstrip().startswith("```"):
+            self._is_fence = not self._is_fence
             return self._style("dim", text)
-        if self._mode == "fence":
+        if self._is_fence:
             return self._style("cyan", text)
-        if is_line_start and re.match(r"#{1,6} ", text):
-            return self._style("bold", text.lstrip("# "))
-        out = []
-        for piece in re.split(r"(\*\*|`)", text):
-            mode = {"**": "bold", "`": "code"}.get(piece)
-            if mode and self._mode in ("", mode):
-                self._mode = "" if self._mode == mode else mode
-            else:
-                style = {"bold": "bold", "code": "cyan"}.get(self._mode)
-                out.append(self._style(style, piece) if style else piece)
-        return "".join(out)
+        if is_start and re.match("#{1,6} ", text):
+            return self._bold(text.lstrip("# "))
+        return PAIR.sub(lambda m: self._style("cyan", m[2]) if m[2] else self._bold(m[1]), text)
+
+    def _bold(self, text):
+        return self._style("bold", PAIR.sub(r"\1\2", text))      # one style at a time
 
 
 class Screen:
-    """Draws events: the answer on `out`, everything else on `err`."""
+    """Draws events: the answer on `out`, all else on `err`; with --json each is a line of `out`."""
 
-    def __init__(self, out, err, config: Config, streams: bool = False, label: str = ""):
+    # event -> what is waited for from then on
+    ACTIVITIES = {"turn": "🤔 Thinking...", "call": "🔧 Running {tool}...",
+                  "result": "🤔 Thinking...", "stop": ""}
+
+    def __init__(self, out, err, config: Config, label: str = ""):
         self.out, self.err = out, err
-        self.streams = streams           # show the answer while it comes; else once, when done
-        self.label = label               # what stands before an answer
-        self.is_live = err.isatty() and not config.is_dumb
-        self._has_color = self.is_live and config.color
-        self._markdown = Markdown(self.style) if self._has_color and out.isatty() else None
-        self._activity, self._since = "", 0.0             # what is waited for
-        self._spinner_is_drawn = False
-        self._kind = ""                  # of the delta whose line is still open
+        self.label = label               # what stands before an answer, where there are several
+        self._is_json = config.json
+        self._streams = bool(label) and out.isatty()      # else an answer is shown when it is whole
+        self._is_live = err.isatty() and not config.is_dumb
+        self._has_color = self._is_live and config.color
+        self._marks = self.style if self._has_color and out.isatty() else None
+        self._markdown = None            # of the answer that comes
+        self._activity, self._since = "", 0.0
+        self._open = ""                  # what the last line holds: spinner, text, reasoning, ""
         self._usage = None
 
     def style(self, name: str, text: str) -> str:
         """Return the text in a style of STYLES, if the terminal has any."""
-        return f"\x1b[{STYLES[name]}m{text}\x1b[0m" if self._has_color and text else text
+        return f"\x1b[{STYLES[name]}m{text}\x1b[0m" if self._has_color and name and text else text
 
     def handle(self, event: dict) -> None:
         """Draw one event; types without a drawing pass by."""
-        getattr(self, "_on_" + event["type"], lambda event: None)(event)
+        kind = event["type"]
+        if self._is_json:
+            print(json.dumps(event), file=self.out, flush=True)
+            return
+        if kind in self.ACTIVITIES:
+            self.settle()
+            self._activity = visible(self.ACTIVITIES[kind].format(**event))
+            self._since = time.monotonic()
+        getattr(self, "_on_" + kind, lambda event: None)(event)
 
     def tick(self) -> None:
         """Move the spinner; called some times a second while nothing comes."""
-        if self.is_live and self._activity and not self._kind:
+        if self._is_live and self._activity and self._open in ("", "spinner"):
             seconds = int(time.monotonic() - self._since)
             mark = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"[int(time.monotonic() * 8) % 10]
-            line = fit(f"{mark} {self._activity} {seconds} s", self.columns() - 1)
-            self.err.write("\r\x1b[K" + self.style("dim", line))
-            self.err.flush()
-            self._spinner_is_drawn = True
+            line = fit(f"{mark} {self._activity} {seconds} s", self._columns() - 1)
+            print("\r\x1b[K" + self.style("dim", line), end="", file=self.err, flush=True)
+            self._open = "spinner"
 
-    def columns(self) -> int:
-        """Return the terminal's width now."""
-        with contextlib.suppress(OSError, ValueError):
-            return os.get_terminal_size(self.err.fileno()).columns or 80
-        return 80
+    def settle(self) -> None:
+        """Take the spinner away, or end an open line."""
+        if self._open == "spinner":
+            print("\r\x1b[K", end="", file=self.err, flush=True)
+        elif self._open:
+            print(self._markdown.feed("\n"), end="", file=self.out, flush=True)
+        self._open = ""
 
     def line(self, text: str, style: str = "") -> None:
         """Write a line of chatter below whatever is there."""
         self.settle()
-        text = visible(text)
-        self.err.write((self.style(style, text) if style else text) + "\n")
-        self.err.flush()
-
-    def settle(self) -> None:
-        """Take the spinner away and end an open line."""
-        if self._spinner_is_drawn:
-            self.err.write("\r\x1b[K")
-            self.err.flush()
-            self._spinner_is_drawn = False
-        if self._kind:
-            is_marked = self._kind == "text" and self._markdown
-            self.out.write((self._markdown.end() if is_marked else "") + "\n")
-            self.out.flush()
-            self._kind = ""
+        print(self.style(style, visible(text)), file=self.err, flush=True)
 
     def answer(self, text: str) -> None:
         """Write a whole answer."""
         self.settle()
-        text = visible(text).rstrip("\n") + "\n"
-        self.out.write(self._markdown.feed(text) + self._markdown.end() if self._markdown else text)
-        self.out.flush()
+        shown = Markdown(self._marks).feed(visible(text).rstrip("\n") + "\n")
+        print(shown, end="", file=self.out, flush=True)
 
-    def _waiting(self, activity):
-        self._activity, self._since = activity, time.monotonic()
-
-    def _on_turn(self, event):
-        self._waiting("🤔 Thinking...")
-        self._usage = None
+    def _columns(self):
+        with contextlib.suppress(OSError, ValueError):
+            return os.get_terminal_size(self.err.fileno()).columns or 80
+        return 80
 
     def _on_delta(self, event):
-        if not self.streams:
+        if not self._streams:
             return
-        if self._kind != event["kind"]:
+        kind, text = event["kind"], visible(event["text"])
+        if self._open != kind:
             self.settle()
-            self._kind = event["kind"]
-            self.out.write(self.label if self._kind == "text" else "")
-        text = visible(event["text"])
-        if self._kind == "reasoning":
-            text = self.style("dim", text)
-        elif self._markdown:
-            text = self._markdown.feed(text)
-        self.out.write(text)
-        self.out.flush()
-
-    def _on_call(self, event):
-        self.settle()
-        self._waiting(f"🔧 Running {event['tool']}...")
+            self._open, self._markdown = kind, Markdown(self._marks)
+            print(self.label if kind == "text" else "", end="", file=self.out)
+        shown = self._markdown.feed(text) if kind == "text" else self.style("dim", text)
+        print(shown, end="", file=self.out, flush=True)
 
     def _on_result(self, event):
         arguments = ", ".join(f"{k}={v}" for k, v in event["arguments"].items())
+        asked = fit(f"🔧 {one_line(event['tool'], 64)}({one_line(arguments)})",
+                    max(20, self._columns() // 2))
         lines = [line for line in event["text"].split("\n") if line.strip()] or [""]
         outcome = lines[1] if lines[0].endswith(":") and lines[1:] else lines[0]
         has_failed = not event["ok"] or re.match(r"Command finished \(exit code: [^0]", outcome)
         mark = "❌" if has_failed else "✅"
-        asked = f"🔧 {one_line(event['tool'], 64)}({one_line(arguments)})"
-        head = fit(asked, max(20, self.columns() // 2))
-        line = f"{head} {mark} {event['seconds']:.1f} s  {one_line(outcome)}"
-        self.line(fit(line, self.columns()))
-        self._waiting("🤔 Thinking...")
+        line = f"{asked} {mark} {event['seconds']:.1f} s  {one_line(outcome)}"
+        self.line(fit(line, self._columns()))
 
     def _on_usage(self, event):
         self._usage = event
@@ -3575,96 +3555,68 @@ class Screen:
         self.line(f"── {event['kind']}\n{body}", "dim")
 
     def _on_stop(self, event):
-        is_shown = self.streams and event["reason"] == "done"
+        is_shown = self._streams and event["reason"] == "done"
         if event["reason"] in ("cancelled", "time"):
             self.line("⏹️ " + event["text"].strip("()"))
         elif event["reason"] != "error" and not is_shown:
             self.answer(self.label + event["text"])
-        self._activity = ""
-        if self._usage:
-            cached = f", cached={self._usage['cached']}" if self._usage["cached"] else ""
-            about = " (estimated)" if self._usage["is_estimate"] else ""
-            self.line(f"📊 Token usage: input={self._usage['input']}, "
-                      f"output={self._usage['output']}{cached}{about}", "dim")
-        self.settle()
-
-
-class JsonLines:
-    """Writes each event as one line of JSON, for programs."""
-
-    def __init__(self, out):
-        self.out = out
-
-    def handle(self, event: dict) -> None:
-        """Write one event."""
-        self.out.write(json.dumps(event) + "\n")
-        self.out.flush()
-
-    def tick(self) -> None:
-        """Nothing moves."""
-
-    def settle(self) -> None:
-        """Nothing to tidy up."""
+        usage, self._usage = self._usage, None
+        if usage:
+            cached = f", cached={usage['cached']}" if usage["cached"] else ""
+            about = " (estimated)" if usage["is_estimate"] else ""
+            self.line(f"📊 Token usage: input={usage['input']}, output={usage['output']}"
+                      f"{cached}{about}", "dim")
 
 
 # ---- typing
 
-class Prompt:
-    """Reads what a person types: history, completion, pasted lines, blocks."""
+@contextlib.contextmanager
+def line_editing(history_path: str, words: Iterable[str]) -> Iterator[None]:
+    """Give input() history, and completion of `words` and @paths, where there is readline."""
+    try:
+        import readline
+    except ImportError:                                   # Windows
+        yield
+        return
+    import glob
+    matches = []
 
-    def __init__(self, history_path: str, words: Iterable[str], root: str):
-        self._words, self._root, self._matches = list(words), root, []
-        self._history_path = history_path
-        try:
-            import readline
-        except ImportError:                               # Windows
-            self._readline = None
-            return
-        self._readline = readline
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            readline.read_history_file(history_path)
-        readline.set_history_length(1000)
-        readline.set_completer_delims(" \t\n")
-        readline.set_completer(self._complete)
-        is_libedit = "libedit" in (readline.__doc__ or "")
-        readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
-        if not is_libedit:                                # a paste comes as one text
-            readline.parse_and_bind("set enable-bracketed-paste on")
-
-    def read(self, prompt: str = "👤 You: ") -> str:
-        """Return the next input.  Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
-        lines = [input(prompt)]
-        if lines[0].lstrip().startswith('"""'):
-            lines[0] = lines[0].lstrip()[3:]
-            while not lines[-1].rstrip().endswith('"""'):
-                try:
-                    lines.append(input("... "))
-                except EOFError:                          # Ctrl-D ends the block, not the program
-                    lines.append('"""')
-            lines[-1] = lines[-1].rstrip()[:-3]
-        else:
-            # Terminals without bracketed paste send one line at a time.
-            while not WINDOWS and _is_readable(sys.stdin, 0.05):
-                lines.append(input(""))
-        return "\n".join(lines).strip()
-
-    def _complete(self, text, state):
+    def complete(text, state):
         if state == 0:
-            if text.startswith("@"):
-                import glob
-                start = os.path.join(glob.escape(self._root), glob.escape(text[1:]))
-                self._matches = ["@" + os.path.relpath(p, self._root) + "/" * os.path.isdir(p)
-                                 for p in sorted(glob.glob(start + "*"))]
-            else:
-                self._matches = [w for w in self._words if text and w.startswith(text)]
-        return self._matches[state] if state < len(self._matches) else None
+            paths = glob.glob(glob.escape(text[1:]) + "*") if text.startswith("@") else ()
+            matches[:] = [w for w in words if text and w.startswith(text)]
+            matches.extend("@" + p + "/" * os.path.isdir(p) for p in sorted(paths))
+        return matches[state] if state < len(matches) else None
+    readline.set_completer(complete)
+    readline.set_completer_delims(" \t\n")
+    readline.set_history_length(1000)
+    if "libedit" in (readline.__doc__ or ""):             # macOS
+        readline.parse_and_bind("bind ^I rl_complete")
+    else:
+        readline.parse_and_bind("tab: complete")
+        readline.parse_and_bind("set enable-bracketed-paste on")     # a paste comes as one text
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        readline.read_history_file(history_path)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):                # for this person only
+            os.close(os.open(history_path, os.O_CREAT | os.O_WRONLY, 0o600))
+            readline.write_history_file(history_path)
 
-    def close(self) -> None:
-        """Keep the history, for this person only."""
-        if self._readline:
-            with contextlib.suppress(OSError):
-                os.close(os.open(self._history_path, os.O_CREAT | os.O_WRONLY, 0o600))
-                self._readline.write_history_file(self._history_path)
+
+def read_input() -> str:
+    """Return what is typed next.  Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
+    text = input("👤 You: ").lstrip()
+    if text.startswith('"""'):
+        text = text[3:]
+        with contextlib.suppress(EOFError):               # Ctrl-D ends the block, not the program
+            while not text.rstrip().endswith('"""'):
+                text += "\n" + input("... ")
+        return text.rstrip().removesuffix('"""').strip()
+    while not WINDOWS and _is_readable(sys.stdin, 0.05):  # a paste comes line by line into
+        text += "\n" + input("")                          # terminals that don't bracket it
+    return text.strip()
 
 
 def _is_readable(stream, seconds):
@@ -3772,8 +3724,8 @@ def build(config: Config) -> App:
 # ---- running
 
 @contextlib.contextmanager
-def interrupts_set(cancel: Cancel) -> Iterator[None]:
-    """Ctrl-C sets `cancel`; another one, when that did not help, raises KeyboardInterrupt."""
+def stopping(cancel: Cancel) -> Iterator[None]:
+    """Ctrl-C sets `cancel`, so does leaving; one more, if that didn't help: KeyboardInterrupt."""
     pressed = []
 
     def on_interrupt(signum, frame):
@@ -3785,113 +3737,103 @@ def interrupts_set(cancel: Cancel) -> Iterator[None]:
     try:
         yield
     finally:
+        cancel.set("PaiCLI ends")                         # by a signal or a closed pipe, say
         signal.signal(signal.SIGINT, before)
 
 
-def run_turn(app: App, screen, text: str) -> int:
-    """Run one turn and draw it; return the exit code.  Raises PaiError."""
+def draw_until_end(app: App, screen: Screen, cancel: Cancel) -> None:
+    """Draw what happens and ask what is to be asked, up to the event "end"."""
+    while True:
+        try:
+            event = app.events.get(timeout=0.1)
+        except queue.Empty:
+            screen.tick()
+            continue
+        if event["type"] == "end":
+            return
+        if event["type"] == "question":
+            screen.settle()
+            event["answer"].put(ask(event["text"], cancel))
+        else:
+            screen.handle(event)
+
+
+def run_line(app: App, screen: Screen, line: str, is_command: bool) -> int:
+    """Run a command or a turn; return the exit code.  An error is a sentence."""
     cancel = Cancel()
 
     def work():
         try:
-            app.agent.run(app.mask(with_files(app.files, text)), cancel)
+            if is_command:
+                return run_command(app, line)
+            return app.agent.run(app.mask(with_files(app.files, line)), cancel)
         finally:
             app.events.put({"type": "end"})
-    with interrupts_set(cancel), contextlib.ExitStack() as stack:
-        stack.callback(cancel.set, "PaiCLI ends")         # a signal or a closed pipe may end this
-        turn = Job("turn", work)
-        while True:
-            try:
-                event = app.events.get(timeout=0.1)
-            except queue.Empty:
-                screen.tick()
-                continue
-            if event["type"] == "end":
-                break
-            if event["type"] == "question":
-                screen.settle()
-                event["answer"].put(ask(event["text"], cancel))
-            else:
-                screen.handle(event)
-        error = turn.error()
-    if isinstance(error, PaiError):
-        raise error
-    if error:
-        raise PaiError(f"a bug in PaiCLI, please report it: {type(error).__name__}: {error}")
-    return 0 if app.agent.stop_reason == "done" else 1
-
-
-def run_line(app: App, screen, line: str, is_command: bool) -> int:
-    """Run a command or a turn; return the exit code.  An error is a sentence."""
-    try:
-        if is_command:
-            screen.answer(app.mask(run_command(app, line)))
-            return 0
-        return run_turn(app, screen, line)
-    except Cancelled:                                     # the stop event has told of it
+    with stopping(cancel):
+        job = Job("turn", work)
+        draw_until_end(app, screen, cancel)
+        error = job.error()
+    if isinstance(error, Cancelled):                      # the stop event has told of it
         return 130 if app.agent.stop_reason == "cancelled" else 1
-    except PaiError as e:
-        screen.handle({"type": "error", "text": app.mask(str(e))})
+    if error:
+        bug = f"a bug in PaiCLI, please report it: {type(error).__name__}: "
+        text = str(error) if isinstance(error, PaiError) else f"{bug}{error}"
+        screen.handle({"type": "error", "text": app.mask(text)})
         return 1
-
-
-def complain(app: App, text: str) -> None:
-    """Tell the person of a failure."""
-    print(visible(app.mask(text)), file=sys.stderr)
+    if is_command:
+        screen.answer(app.mask(job.wait()))
+        return 0
+    return 0 if app.agent.stop_reason == "done" else 1
 
 
 def repl(app: App, screen: Screen) -> int:
     """Read, do, repeat, until the person leaves; return the exit code."""
-    print(BANNER + TIPS + "\n" + choose_model(app, "").partition(" Another")[0])
-    for notice in filter(None, app.notices):
-        complain(app, notice)
-    prompt = Prompt(os.path.join(app.config.home, "history"), commands(), app.config.cwd)
     was_interrupted = False
-    try:
+    with line_editing(os.path.join(app.config.home, "history"), commands()):
         while not app.is_over:
             try:
-                line = prompt.read()
-            except KeyboardInterrupt:
-                if was_interrupted:
-                    print()
-                    return 130
-                was_interrupted = True
-                print("\n(Ctrl-C again, or Ctrl-D, leaves)")
-                continue
+                line = read_input()
             except EOFError:
                 print()
                 break
+            except KeyboardInterrupt:
+                print()
+                if was_interrupted:
+                    return 130
+                was_interrupted = True
+                print("(Ctrl-C again, or Ctrl-D, leaves)")
+                continue
             was_interrupted = False
             line = "/" + line if line in ("clear", "exit", "quit") else line
             if line:
                 run_line(app, screen, line, line.startswith("/"))
-    finally:
-        prompt.close()
     return 0
 
 
-def play_demo(app: App, screen: Screen) -> int:
-    """Play the tutorial's four examples, in the workspace; return the exit code."""
+def play_demo(config: Config) -> int:
+    """Play the tutorial's four examples in a temporary folder; return the exit code."""
     import shutil
+    import tempfile
     print("Demo: keyword rules instead of a model, real tools, in a temporary folder.")
-    for example in DEMO_EXAMPLES:
-        print(f"\n👤 You: {example}", flush=True)
-        if "compile" in example and not shutil.which("javac"):
-            print("(left out: there is no javac here)")
-            continue
-        code = run_line(app, screen, example, False)
-        if code:
-            return code
+    with tempfile.TemporaryDirectory(prefix="paicli-demo-") as folder, \
+            contextlib.closing(build(config._replace(cwd=os.path.realpath(folder)))) as app:
+        screen = Screen(sys.stdout, sys.stderr, config, LABEL)
+        for example in DEMO_EXAMPLES:
+            print(f"\n👤 You: {example}", flush=True)
+            if "compile" in example and not shutil.which("javac"):
+                print("(left out: there is no javac here)")
+                continue
+            code = run_line(app, screen, example, False)
+            if code:
+                return code
     return 0
 
 
 def piped_text(wait_s: float | None) -> str:
     """Return what was piped in; "" when not a byte comes within wait_s (None: wait for ever)."""
-    if sys.stdin is None or sys.stdin.closed:
-        return ""
-    if wait_s is not None and not _is_readable(sys.stdin, wait_s):
-        return ""
     try:
+        if wait_s is not None and not _is_readable(sys.stdin, wait_s):
+            return ""
         return sys.stdin.buffer.read().decode("utf-8", "replace").strip()
     except OSError:                                       # open for writing only, say
         return ""
@@ -3899,42 +3841,37 @@ def piped_text(wait_s: float | None) -> str:
 
 def dispatch(config: Config) -> int:
     """Do what the command line asks for; return the exit code."""
-    is_person = is_terminal(sys.stdin)
-    words = " ".join(config.words)
+    words, is_person = " ".join(config.words), is_terminal(sys.stdin)
     is_command = words.startswith("/")
     if not is_person and not is_command:
         piped = piped_text(3 if words or config.demo else None)
         words = "\n\n".join(filter(None, (words, piped)))
-    plays = config.demo and not words and not is_person
-    with contextlib.ExitStack() as stack:
-        if plays:
-            import tempfile
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paicli-demo-"))
-            config = config._replace(cwd=os.path.realpath(folder))
-        if not words and not is_person and not plays:
-            print("Nothing to do: give a MESSAGE or pipe one in; see --help.", file=sys.stderr)
-            return 2
-        app = build(config)
-        stack.callback(app.close)
-        if config.demo and not plays:
+    if not words and not is_person:
+        if config.demo:
+            return play_demo(config)
+        print("Nothing to do: give a MESSAGE or pipe one in; see --help.", file=sys.stderr)
+        return 2
+    with contextlib.closing(build(config)) as app:
+        if config.demo:
             app.notices.append("Demo model: keyword rules, no intelligence. "
                                f"Level 3: it runs commands in {config.cwd}")
-        label = "🤖 Agent: "
-        if not words and not plays:
-            return repl(app, Screen(sys.stdout, sys.stdout, config, True, label))
+        if words:
+            screen = Screen(sys.stdout, sys.stderr, config)
+        else:
+            screen = Screen(sys.stdout, sys.stdout, config, LABEL)
+            print(BANNER + TIPS + "\n" + choose_model(app, "").partition(" Another")[0])
         for notice in filter(None, app.notices):
-            complain(app, notice)
-        screen = JsonLines(sys.stdout) if config.json and not is_command else Screen(
-            sys.stdout, sys.stderr, config, label=label if plays else "")
-        return play_demo(app, screen) if plays else run_line(app, screen, words, is_command)
+            screen.line(app.mask(notice))
+        return run_line(app, screen, words, is_command) if words else repl(app, screen)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run PaiCLI with these arguments; return the exit code."""
-    for name in ("stdout", "stderr"):                     # None where they were closed: >&-
-        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w", encoding="utf-8"))
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):     # an emoji must never be a traceback
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:                    # it was closed: >&-
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+        stream = getattr(sys, name)
+        if hasattr(stream, "reconfigure"):                # an emoji must never be a traceback
             is_ascii = (stream.encoding or "").lower() in ("ascii", "us-ascii", "ansi_x3.4-1968")
             stream.reconfigure(encoding="utf-8" if is_ascii else None, errors="replace")
     for name in ("SIGTERM", "SIGHUP"):                    # the same way out, which kills children

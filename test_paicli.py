@@ -1839,30 +1839,36 @@ class TestTerminal(Case):
     def config(self, *argv, **environ):
         return paicli.load_config(list(argv), environ, self.folder, self.folder)
 
-    def screen(self, is_terminal=False, streams=False, **environ):
+    def screen(self, is_terminal=False, label="", **environ):
         self.out, self.err = Stream(is_terminal), Stream(is_terminal)
-        return paicli.Screen(self.out, self.err, self.config(**environ), streams, "Agent: " if streams else "")
+        return paicli.Screen(self.out, self.err, self.config(**environ), label)
 
-    def test_text_is_measured_and_cut_by_what_a_terminal_shows(self):
-        family = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
-        for text, columns in (("abc", 3), ("你好", 4), ("e\u0301", 1), (family, 2), ("🇨🇳", 2), ("\u200b\u0600", 0), ("❤\ufe0f", 2)):
-            self.assertEqual(columns, sum(width for _, width in paicli.clusters(text)), text)
-        self.assertEqual([family, "x"], [c for c, _ in paicli.clusters(family + "x")])
-        for text, columns, fitted in (("abcdef", 4, "abc…"), ("abc", 3, "abc"), ("你好吗", 5, "你好…"), ("项目" + family, 5, "项目…"), ("ab", 0, "…")):
+    def test_a_line_is_cut_by_what_a_terminal_shows(self):
+        family, flag = "\U0001f468\u200d\U0001f469\u200d\U0001f467", "🇨🇳"
+        for text, columns, fitted in (("abcdef", 4, "abc…"), ("abc", 3, "abc"), ("", 3, ""), ("ab", 0, "…"), ("你好吗", 5, "你好…"),
+                                      ("你好吗", 6, "你好吗"), ("cafe\u0301s", 5, "caf…"), ("ab❤\ufe0fcd", 7, "ab❤\ufe0f…"), ("ab❤\ufe0f", 5, "a…"), ("项目" + family, 6, "项…"), ("项目x" + family, 9, "项目…"),
+                                      ("ab" + flag + "c", 5, "a…"), ("ab" + flag + "cd", 7, "ab" + flag + "…"), ("=" * 9, 5, "====…")):
             self.assertEqual(fitted, paicli.fit(text, columns))
 
     def test_markdown_is_styled_however_it_is_cut(self):
-        text = "# Head\nHello **bold** `co**de` * a\n* item\n```py\n# x = `1`\n```\n2 ** 3"
         style = lambda name, text: "".join(f"{name[0]}{c}" for c in text)
-        expected = "".join((style("bold", "Head"), "\nHello ", style("bold", "bold"), " ", style("cyan", "co**de"),
-                            " * a\n* item\n", style("dim", "```py"), "\n", style("cyan", "# x = `1`"), "\n",
-                            style("dim", "```"), "\n2 ", style("bold", " 3")))
-        for step in (1, 2, 3, 7, 1000):
-            markdown = paicli.Markdown(style)
-            shown = "".join(markdown.feed(text[i:i + step]) for i in range(0, len(text), step)) + markdown.end()
-            self.assertEqual(expected, shown)
-        shown = markdown.feed("**x")
-        self.assertEqual([style("bold", "x"), style("bold", "Next") + "\n"], [shown, markdown.end() + markdown.feed("# Next\n")])
+        bold, code = (lambda text: style("bold", text)), (lambda text: style("cyan", text))
+        for text, expected in (
+                ("# Head `x`\n", bold("Head x") + "\n"), ("Hello **bold** `co**de` * a\n", f"Hello {bold('bold')} {code('co**de')} * a\n"),
+                ("**use `x`** **`ok`**\n", bold("use x") + " " + bold("ok") + "\n"), ("* item **重要**的\n", f"* item {bold('重要')}的\n"),
+                ("```py\n# x = `1`\n```\n2\n", style("dim", "```py") + "\n" + code("# x = `1`") + "\n" + style("dim", "```") + "\n2\n"),
+                *((lone, lone) for lone in ("2 ** 3 ** 4\n", "x**2 + y**2\n", "src/**/*.py, test/**/*.py\n", "`a\nb`\n", "**a\nb**\n",
+                                            "f(*a, **b) don`t\n", "#1 is # no head\n", "**" + "a" * 999 + "\n", "**\n", "a*\n"))):
+            for step in (1, 2, 3, 7, 1000):
+                markdown = paicli.Markdown(style)
+                self.assertEqual(expected, "".join(markdown.feed(text[i:i + step]) for i in range(0, len(text), step)), text)
+
+    def test_text_is_shown_as_it_comes_up_to_an_open_mark(self):
+        markdown = paicli.Markdown(lambda name, text: f"<{text}>")
+        for text, shown in (("He", "He"), ("llo **y", "llo "), ("ou", ""), ("**, x", "<you>, x"), (" 2 * ", " 2 * "), ("`a", ""),
+                            ("b" * 300, "`a" + "b" * 300), ("\n#", "\n"), (" H\n", "<H>\n"), ("``", ""), ("`\nx", "<```>\n<x>")):
+            self.assertEqual(shown, markdown.feed(text))
+        self.assertEqual("**a** `b", paicli.Markdown(None).feed("**a** `b"))
 
     def test_the_screen_shows_one_line_for_a_call(self):
         screen = self.screen()
@@ -1871,7 +1877,7 @@ class TestTerminal(Case):
         screen.handle({"type": "result", "tool": "read_file", "arguments": {"path": "\x1b[2J" + "a" * 99}, "ok": False,
                        "text": "\nError: no\nmore", "seconds": 1.25})
         self.assertRegex(self.err.getvalue(), r"^🔧 read_file\(path=\\x1b\[2Ja+… ❌ 1\.2 s  Error: no\n$")
-        self.assertLessEqual(sum(w for _, w in paicli.clusters(self.err.getvalue().strip())), 80)
+        self.assertLessEqual(len(self.err.getvalue().strip()) + 2, 80)       # two signs are wide
         screen.handle({"type": "result", "tool": "x\x1b]0;y\x07", "arguments": {}, "ok": True, "text": "Command finished (exit code: 1)\nz", "seconds": 0})
         self.assertIn("x\\x1b]0;y\\x07() ❌ 0.0 s  Command finished", self.err.getvalue())
         screen.handle({"type": "unheard of"})
@@ -1886,15 +1892,15 @@ class TestTerminal(Case):
         self.assertIn("📊 Token usage: input=156, output=89, cached=5", self.err.getvalue())
 
     def test_a_terminal_sees_the_answer_while_it_comes(self):
-        screen = self.screen(True, streams=True)
+        screen = self.screen(True, "Agent: ")
         self.stack.callback(screen.settle)
         for event in ({"type": "turn"}, {"type": "delta", "kind": "reasoning", "text": "hm"}, {"type": "delta", "kind": "text", "text": "**He"},
                       {"type": "delta", "kind": "text", "text": "y** \x1b]0;x"}, {"type": "stop", "reason": "done", "text": "**Hey**"}):
             screen.handle(event)
-        self.assertEqual("\x1b[2mhm\x1b[0m\nAgent: \x1b[1mHe\x1b[0m\x1b[1my\x1b[0m \\x1b]0;x\n", self.out.getvalue())
+        self.assertEqual("\x1b[2mhm\x1b[0m\nAgent: \x1b[1mHey\x1b[0m \\x1b]0;x\n", self.out.getvalue())
 
     def test_a_spinner_turns_only_on_a_terminal_and_is_taken_away(self):
-        screen = self.screen(True, streams=True)
+        screen = self.screen(True, "Agent: ")
         screen.tick()
         self.assertEqual("", self.err.getvalue())
         screen.handle({"type": "turn"})
@@ -1902,23 +1908,15 @@ class TestTerminal(Case):
         self.assertIn("🤔 Thinking...", self.err.getvalue())
         screen.line("text", "dim")
         self.assertTrue(self.err.getvalue().endswith("\r\x1b[K\x1b[2mtext\x1b[0m\n"))
-        plain = self.screen(True, NO_COLOR="1")
-        self.assertEqual(("x", "x"), (plain.style("bold", "x"), self.screen(True, TERM="dumb").style("bold", "x")))
-        plain.handle({"type": "turn"})
-        plain.tick()
-        plain.settle()
-        self.assertTrue(self.err.getvalue() == "" or self.err.getvalue().endswith("\r\x1b[K"))
-        self.assertEqual(80, screen.columns())
-        screen.answer("done")
-        self.assertEqual("done\n", self.out.getvalue()[-5:] if self.out.getvalue() else "done\n")
-
-    def test_events_can_leave_as_json_lines(self):
-        out = io.StringIO()
-        lines = paicli.JsonLines(out)
-        lines.handle({"type": "delta", "text": "你\n"})
-        lines.tick()
-        lines.settle()
-        self.assertEqual([{"type": "delta", "text": "你\n"}], [json.loads(line) for line in out.getvalue().splitlines()])
+        for is_terminal, environ, shown in ((True, {"NO_COLOR": "1"}, r"\r\x1b\[K. 🤔 Thinking... 0 s\r\x1b\[K$"), (True, {"TERM": "dumb"}, "$"), (False, {}, "$")):
+            screen = self.screen(is_terminal, **environ)
+            self.assertEqual("x", screen.style("bold", "x"))
+            screen.handle({"type": "turn"})
+            screen.tick()
+            screen.settle()
+            self.assertRegex(self.err.getvalue(), "^" + shown)
+            screen.answer("**done**")
+            self.assertEqual("**done**\n", self.out.getvalue())
 
     def test_above_the_level_a_person_is_asked_and_enter_means_no(self):
         tool = paicli.Tool("execute_command", "", {}, None, 3)
