@@ -861,12 +861,17 @@ def _provider_at_url(config, chosen):
 
 def _why_not(url, key=Setting("", "")):
     """Why this URL may not be asked with this key; "" if it may."""
-    host, known = _host(url.value), [_host(p.base_url) for p in PROVIDERS.values()]
-    if url.source == "./.env" and not is_loopback(host) and host not in known:
-        return f"./.env chooses {host}, and that needs your trust"
+    if is_strangers_host(url):
+        return f"./.env chooses {_host(url.value)}, and that needs your trust"
     if key.value and key.source != url.source:
         return f"it is from {url.source} and the key from {key.source}; set both in one place"
     return ""
+
+
+def is_strangers_host(url: Setting) -> bool:
+    """True for a URL that a folder's .env sets, to a host that is not built in."""
+    host, known = _host(url.value), [_host(p.base_url) for p in PROVIDERS.values()]
+    return url.source == "./.env" and not is_loopback(host) and host not in known
 
 
 def _host(url):
@@ -2144,7 +2149,7 @@ class Agent:
         self.token_budget, self.turn_timeout_s = token_budget, turn_timeout_s     # 0: no limit
         self._notes = notes              # what is known for a task; joins its system message
         self._compact = compact          # makes the history shorter; True if it could
-        self._known = ""                 # the notes of this turn
+        self.known = ""                 # the notes of this turn
         self.usage = Usage()             # of this turn so far
         self.stop_reason = ""            # why the last turn ended; "done" is an answer
         self._is_late = False            # the time limit has stopped it
@@ -2159,7 +2164,7 @@ class Agent:
         self._is_late, text = False, clean(text)
         self._recent.clear()
         self.on_event({"type": "turn", "text": text})
-        self._known = self._notes(text)
+        self.known = self._notes(text)
         self.memory.add({"role": "user", "content": text})
         try:
             with self._time_limit(cancel):
@@ -2217,7 +2222,7 @@ class Agent:
 
     def system_text(self) -> str:
         """Return the system message: who and where, what is known for the task, what was before."""
-        return self.system + self._known + self.memory.background()
+        return self.system + self.known + self.memory.background()
 
     def _ask(self, on_delta, cancel):
         history = self.memory.messages()
@@ -3220,6 +3225,16 @@ def commands() -> dict[str, tuple]:
         "/clear": (clear_history, "", "start a new conversation"),
         "/model": (choose_model, "[NAME]", "show the models; use PROVIDER[:MODEL] or URL#MODEL"),
         "/level": (choose_level, "[N]", "what runs unasked: 1 reads, 2 writes, 3 commands"),
+        "/policy": (show_policy, "[revoke N]", "what is allowed always, the rules, the sandbox"),
+        "/audit": (show_audit, "[N]", "the last N decisions and how they ended"),
+        "/undo": (undo, "", "restore the files that the last turn wrote"),
+        "/sessions": (list_sessions, "", "this folder's conversations"),
+        "/resume": (resume, "[ID]", "go on with the last one, or with that one"),
+        "/context": (show_context, "", "what the next request holds, in tokens"),
+        "/compact": (compact, "", "summarise all but the last rounds now"),
+        "/memory": (list_facts, "", "what is known for this folder: facts and lessons"),
+        "/save": (save_fact, "[--global] FACT", "remember a fact, here or everywhere"),
+        "/forget": (forget_fact, "N", "forget it again"),
         "/tools": (list_tools, "[reload]", "list the tools; load tools.py and tools.json again"),
         "/trace": (switch_trace, "[on|off]", "show each request and reply, for learners"),
         "/exit": (leave, "", "leave; so do /quit and Ctrl-D"),
@@ -3289,6 +3304,99 @@ def list_tools(app, arguments: str) -> str:
                       for t in app.agent.toolbox.tools.values()] + said)
 
 
+def show_policy(app, arguments: str) -> str:
+    """List what runs unasked, or take an "always" back."""
+    word, _, number = arguments.partition(" ")
+    grants = app.approver.grants
+    if word:
+        if word != "revoke" or number not in map(str, range(1, len(grants) + 1)):
+            raise ConfigError("it is /policy, or /policy revoke N with a number from its list")
+        return f"No longer allowed always: {visible(grants.pop(int(number) - 1))}"
+    rules = [f"  {verdict:6} what {why}" for why, verdict in
+             {why: verdict for _, verdict, why in RULES}.items()]
+    allowed = [f"  {n}. {visible(grant)}" for n, grant in enumerate(grants, 1)] or ["  nothing"]
+    sandbox = " ".join(app.shell.sandbox) or "none: set PAICLI_SANDBOX (see the README)"
+    return "\n".join([choose_level(app, ""), "Always allowed in this session:", *allowed,
+                      "Rules for commands, at any level:", *rules,
+                      "Rules are a speed bump, not a sandbox: a program can hide anything from them.",
+                      f"Sandbox: {sandbox}"])
+
+
+def show_audit(app, arguments: str) -> str:
+    """Show the last decisions."""
+    if arguments and not arguments.isdecimal():
+        raise ConfigError("it is /audit N, with a number")
+    lines = []
+    for c in app.audit.last(int(arguments or 10)):
+        end = {True: "✅", False: "❌"}.get(c.get("ok"), "… no result")
+        lines.append(f"{c['time'][:19]} {c['tool']} {one_line(c['arguments'], 60)}: {c['decision']} "
+                     f"by {c['by']} {end} {one_line(c.get('outcome', ''), 60)}")
+    return "\n".join(lines) or "Nothing yet: only what may change something is recorded."
+
+
+def undo(app, arguments: str) -> str:
+    """Restore what the last turn wrote."""
+    return "\n".join(app.undo.undo()) or "The file tools have written nothing that can be undone."
+
+
+def list_sessions(app, arguments: str) -> str:
+    """List this folder's conversations."""
+    return "\n".join(f"{'*' if id_ == app.memory.session_id else ' '} {id_:4}  {time_}  "
+                     f"{n} messages  {title}" for id_, time_, n, title in app.memory.sessions()) \
+        or "No conversation was held in this folder."
+
+
+def resume(app, arguments: str) -> str:
+    """Go on with another conversation."""
+    return app.memory.resume(arguments or "last")
+
+
+def show_context(app, arguments: str) -> str:
+    """Show the layers of the next request."""
+    agent, notes = app.agent, clip(app.mask(app.project_notes), 20000)
+    layers = (("system", agent.system), ("project notes", notes),
+              ("facts and lessons", agent.known), ("summary", app.memory.background()),
+              ("tool schemas", json.dumps(agent.toolbox.schemas(), ensure_ascii=False)))
+    sizes = {name: estimate_tokens(text) for name, text in layers}
+    sizes["system"] = max(0, sizes["system"] - sizes["project notes"])
+    sizes["conversation"] = message_tokens(app.memory.messages())
+    n_tokens, window = app.compact.n_tokens(agent), getattr(agent.model, "window", 0)
+    left = f"{max(0, window - n_tokens)} of {window} are left" if window else \
+        "the model's window is not known (PAICLI_CONTEXT_WINDOW)"
+    return "\n".join([f"  {name:18} {n:8}" for name, n in sizes.items()] +
+                     [f"About {n_tokens} tokens go with the next request; {left}."])
+
+
+def compact(app, arguments: str) -> str:
+    """Summarise all but the last rounds."""
+    is_shorter = app.compact(app.agent, app.cancel, must=True)
+    return "Done." if is_shorter else "There is nothing to compact."
+
+
+def list_facts(app, arguments: str) -> str:
+    """List the facts and lessons that count here."""
+    return "\n".join(f"  {id_}. {kind}{' (everywhere)' if is_global else ''}: {text}"
+                     for id_, kind, is_global, text in app.facts.all()) \
+        or "Nothing is known yet: /save FACT"
+
+
+def save_fact(app, arguments: str) -> str:
+    """Remember a fact."""
+    word, _, rest = arguments.partition(" ")
+    text = rest.strip() if word == "--global" else arguments
+    if not text:
+        raise ConfigError("it is /save FACT, or /save --global FACT")
+    app.facts.save(text, is_global=word == "--global")
+    return "Saved. Each turn is told of the facts that fit it; /memory lists them."
+
+
+def forget_fact(app, arguments: str) -> str:
+    """Forget a fact or lesson."""
+    if not app.facts.forget(arguments):
+        raise ConfigError(f"there is no fact {arguments or 'without a number'}; see /memory")
+    return "Forgotten."
+
+
 def switch_trace(app, arguments: str) -> str:
     """Turn the showing of requests and replies on or off."""
     app.trace = {"on": True, "off": False}.get(arguments, not app.trace)
@@ -3296,29 +3404,47 @@ def switch_trace(app, arguments: str) -> str:
 
 
 def load_plugins(app) -> list[str]:
-    """Load PAICLI_HOME/tools.py and tools.json into the toolbox; return what to tell the person.
+    """Load tools.py and tools.json of PAICLI_HOME and of the folder; return what to tell the person.
 
-    A file that does not load costs only its own tools.  Those of the folder wait for trust.
+    Those of the folder need the person's trust, and are level 3.  A file that does not load costs
+    only its own tools.
     """
     app.agent.toolbox.remove(app.plugin_names)
     app.plugin_names, notices = [], []
-    home, folder = app.config.home, os.path.join(app.config.cwd, ".paicli")
-    is_home = os.path.realpath(folder) == os.path.realpath(home)
-    for path, load in ((os.path.join(home, "tools.py"), tools_from_module),
-                       (os.path.join(home, "tools.json"),
-                        lambda p: tools_from_json(p, app.shell.run_argv, app.http))):
+    home, folder = os.path.realpath(app.config.home), os.path.join(app.config.cwd, ".paicli")
+    loaders = {"tools.py": tools_from_module,
+               "tools.json": lambda p, level: tools_from_json(p, app.shell.run_argv, app.http, level)}
+    places = [(home, 1)] + [(folder, 3)] * (os.path.realpath(folder) != home)
+    for (base, level), (name, load) in itertools.product(places, loaders.items()):
+        path = os.path.join(base, name)
+        if not os.path.isfile(path):
+            continue
+        if base == folder and not app.trust.allows(path, "would run code on this machine"):
+            notices.append(f"⚠️ {path} is not loaded: it needs your trust")
+            continue
         try:
-            loaded = load(path) if os.path.isfile(path) else []
+            loaded = load(path, level)
             app.agent.toolbox.add(loaded)
             app.plugin_names += [t.name for t in loaded]
         except ConfigError as e:
             notices.append(f"⚠️ {e}")
-    for name in ("tools.py", "tools.json"):
-        if not is_home and os.path.isfile(os.path.join(folder, name)):
-            notices.append(f"⚠️ this folder's .paicli/{name} is not loaded: that would need trust")
     app.agent.system = system_prompt(app.config.cwd, app.agent.toolbox.tools,
                                      app.mask(app.project_notes))
     return notices
+
+
+def trust_env(app) -> None:
+    """Ask about a ./.env that sends what you write to a stranger's host; if yes, it counts."""
+    settings, sent = app.config.settings, []
+    for name, s in settings.items():
+        if re.fullmatch(r"PAICLI_MODEL|SEARXNG_URL|\w+_BASE_URL", name) and "://" in s.value:
+            with contextlib.suppress(ConfigError):        # not a URL: that is said where it is used
+                sent += [f"{name} to {s.value}"] * is_strangers_host(s)
+    if sent and app.trust.allows(os.path.join(app.config.cwd, ".env"), "sets " + ", ".join(sent)):
+        trusted = {name: s._replace(source="your ./.env") if s.source == "./.env" else s
+                   for name, s in settings.items()}
+        app.config = app.config._replace(
+            settings=trusted, model=trusted.get("PAICLI_MODEL", app.config.model))
 
 
 def with_files(files: FileTools, text: str) -> str:
@@ -3365,6 +3491,9 @@ HELP = """usage: paicli.py [options] [MESSAGE...]     no message: the REPL
   --model M       PROVIDER[:MODEL] ({providers}) or URL#MODEL
   --level N       run unasked up to level N: 1 reads, 2 writes, 3 commands (default 1)
   --yes           the same as --level 3
+  --add-dir DIR   the file tools may use this folder too
+  -c, --continue  go on with this folder's last conversation; --resume ID: with that one
+  --clear         delete this folder's conversations, and exit
   --json          events as JSON lines on stdout, for scripts
   --trace         show each request and reply, for learners
   --version, --help
@@ -3662,8 +3791,10 @@ class App:
         self.project_notes = read_text(os.path.join(config.cwd, "AGENTS.md")) or \
             read_text(os.path.join(config.cwd, "CLAUDE.md"))
         self.http = Http(config.proxies)
-        self.trust = Trust(os.path.join(config.home, "trust"), ask)
+        self.trust = Trust(os.path.join(config.home, "trust"), self.ask)
+        self.cancel = Cancel()           # of what runs now
         self.files = self.shell = self.agent = self.approver = None     # set by build
+        self.store = self.memory = self.facts = self.undo = self.compact = self.audit = None
 
     def mask(self, text: str) -> str:
         """Return the text without this run's secrets."""
@@ -3671,12 +3802,34 @@ class App:
 
     def ask(self, question: str, cancel: Cancel) -> str | None:
         """Have the main thread ask; called on any thread, wakes on cancel."""
+        question = self.mask(question)
+        if threading.current_thread() is threading.main_thread():       # nothing runs yet
+            return ask(question, cancel)
         answer = queue.SimpleQueue()
         with cancel.on_set(lambda: answer.put(None)):
             self.events.put({"type": "question", "text": question, "answer": answer})
             said = answer.get()
         cancel.check()
         return said
+
+    def on_event(self, event: dict) -> None:
+        """Take an event of the agent: into the audit now, onto the screen when it is its turn."""
+        self.audit.on_event(event)
+        self.events.put(event)
+
+    def run_turn(self, text: str) -> str:
+        """Run a turn, and learn from it if it ended badly.  Raises PaiError."""
+        answer = self.agent.run(self.mask(with_files(self.files, text)), self.cancel)
+        is_off = self.config.get("PAICLI_LESSONS").lower() in ("off", "0", "no", "false")
+        lesson = "" if is_off or self.config.demo else reflect(self.agent, self.facts, self.cancel)
+        if lesson:
+            self.on_event({"type": "notice", "text": f"Lesson kept (see /memory): {lesson}"})
+        return answer
+
+    def notes(self, task: str) -> str:
+        """Return what is known for a task, as it joins the system message."""
+        known = self.facts.relevant(task)
+        return "\n\nKnown from before:\n- " + "\n- ".join(known) if known else ""
 
     def use_model(self, choice: str = "") -> str:
         """Talk to another model from now on; return a notice or "".  Raises ConfigError."""
@@ -3694,30 +3847,36 @@ class App:
         """Stop what still runs."""
         self.shell.close()
         self.http.close()
+        self.store.close()
 
 
 def build(config: Config) -> App:
-    """Wire everything once."""
+    """Wire everything once.  Raises ConfigError."""
     app = App(config)
-    try:
-        os.makedirs(config.home, mode=0o700, exist_ok=True)
-    except OSError as e:
-        app.notices.append(f"{config.home} can't be used ({e.strerror}): nothing is remembered")
+    app.store, notice = open_store(config.home)
+    app.notices.append(notice)
+    app.memory = Memory(app.store, config.cwd, app.mask)
+    app.facts, app.undo = Facts(app.store, config.cwd, app.mask), Undo(app.memory)
+    app.audit = Audit(os.path.join(config.home, "audit"), lambda: app.memory.session_id)
     workspace = Workspace(config.cwd, config.add_dirs, config.home)
-    app.files = FileTools(workspace)
-    home, variables = os.path.expanduser("~"), {k: s.value for k, s in config.settings.items()}
+    app.files = FileTools(workspace, app.undo.save_file)
     spool_dir = os.path.join(config.home, f"output-{os.getpid()}-{random.getrandbits(32):08x}")
     app.shell = ShellTools(workspace, spool_dir, config.command_timeout_s, config.sandbox)
+    home, variables = os.path.expanduser("~"), {k: s.value for k, s in config.settings.items()}
     app.approver = Approver(config.level, app.ask,
                             lambda tool, arguments: preview(app.files, tool, arguments),
                             lambda command: judge(command, workspace.root, home, variables))
     toolbox = Toolbox(app.approver.decide, app.on_event, app.mask)
-    toolbox.add(builtin_tools(app.files, app.shell))
-    app.agent = Agent(DemoModel(), toolbox, ListMemory(), app.events.put, "", config.max_rounds,
-                      config.token_budget, config.turn_timeout_s)
+    toolbox.add(builtin_tools(app.files, app.shell) + tools_in(app.memory))
+    app.compact = Compactor(lambda: getattr(app.agent.model, "window", 0), app.on_event)
+    app.agent = Agent(DemoModel(), toolbox, app.memory, app.on_event, "", config.max_rounds,
+                      config.token_budget, config.turn_timeout_s, app.notes, app.compact)
+    trust_env(app)
     if not config.demo:
         app.notices.append(app.use_model())
     app.notices += load_plugins(app)
+    if config.resume:
+        app.notices.append(app.memory.resume(config.resume))
     return app
 
 
@@ -3760,13 +3919,11 @@ def draw_until_end(app: App, screen: Screen, cancel: Cancel) -> None:
 
 def run_line(app: App, screen: Screen, line: str, is_command: bool) -> int:
     """Run a command or a turn; return the exit code.  An error is a sentence."""
-    cancel = Cancel()
+    cancel = app.cancel = Cancel()
 
     def work():
         try:
-            if is_command:
-                return run_command(app, line)
-            return app.agent.run(app.mask(with_files(app.files, line)), cancel)
+            return run_command(app, line) if is_command else app.run_turn(line)
         finally:
             app.events.put({"type": "end"})
     with stopping(cancel):
@@ -3818,6 +3975,7 @@ def play_demo(config: Config) -> int:
     with tempfile.TemporaryDirectory(prefix="paicli-demo-") as folder, \
             contextlib.closing(build(config._replace(cwd=os.path.realpath(folder)))) as app:
         screen = Screen(sys.stdout, sys.stderr, config, LABEL)
+        code = 0
         for example in DEMO_EXAMPLES:
             print(f"\n👤 You: {example}", flush=True)
             if "compile" in example and not shutil.which("javac"):
@@ -3825,8 +3983,9 @@ def play_demo(config: Config) -> int:
                 continue
             code = run_line(app, screen, example, False)
             if code:
-                return code
-    return 0
+                break
+        app.memory.delete_all()          # its folder is gone in a moment
+    return code
 
 
 def piped_text(wait_s: float | None) -> str:
@@ -3843,15 +4002,19 @@ def dispatch(config: Config) -> int:
     """Do what the command line asks for; return the exit code."""
     words, is_person = " ".join(config.words), is_terminal(sys.stdin)
     is_command = words.startswith("/")
-    if not is_person and not is_command:
+    if not is_person and not is_command and not config.clear:
         piped = piped_text(3 if words or config.demo else None)
         words = "\n\n".join(filter(None, (words, piped)))
-    if not words and not is_person:
+    if not words and not is_person and not config.clear:
         if config.demo:
             return play_demo(config)
         print("Nothing to do: give a MESSAGE or pipe one in; see --help.", file=sys.stderr)
         return 2
     with contextlib.closing(build(config)) as app:
+        if config.clear:
+            app.memory.delete_all()
+            print("Conversation history cleared.")
+            return 0
         if config.demo:
             app.notices.append("Demo model: keyword rules, no intelligence. "
                                f"Level 3: it runs commands in {config.cwd}")
