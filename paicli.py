@@ -953,9 +953,8 @@ class ReplyBuilder:
     def add(self, event) -> None:
         """Take {"choices": [{"delta" or "message": {...}, "finish_reason"}], "usage"}, or raise
         HttpError for an event that is an error."""
-        if not isinstance(event, dict) or event.get("error") or (
-                "choices" not in event and {"detail", "message", "msg"} & set(event)):
-            raise HttpError(500, json.dumps(event))       # its status 200 was sent too early
+        if _get(event, "error", object):                  # its status 200 was sent too early
+            raise HttpError(500, json.dumps(event))
         for choice in _get(event, "choices", list) or []:
             delta = _get(choice, "delta", dict) or _get(choice, "message", dict)
             self._add_text("reasoning", delta, "reasoning_content", "reasoning")
@@ -1052,7 +1051,7 @@ def model_error(error: HttpError, provider: Provider) -> ModelError:
     """
     body, status = _json(error.body), error.status
     body = body[0] if isinstance(body, list) and body else body       # Gemini sends a list
-    found = _get(body, "error", (dict, str)) or body
+    found = _get(body, "error", object) or body
     found = found if isinstance(found, dict) else {"message": found}
     code = str(found.get("code") or "")
     status = int(code) if re.fullmatch(r"[45]\d\d", code) else status
@@ -1122,7 +1121,10 @@ class ChatModel:
         """Feed the builder.  Complete means: a finish reason, or [DONE], or one JSON body."""
         pieces = (data for _, data in answer.events())
         if re.search("json|html", answer.headers.get("Content-Type") or ""):
-            pieces = [json.dumps(answer.json()), "[DONE]"]
+            body = answer.json()
+            if not _get(body, "choices", list):
+                raise HttpError(500, json.dumps(body), answer.host)
+            pieces = [json.dumps(body), "[DONE]"]
         for data in pieces:
             if data == "[DONE]":
                 builder.finish = builder.finish or "stop"
@@ -1151,11 +1153,10 @@ class ChatModel:
 
 def find_ollama(http: Http, base_url: str = "http://localhost:11434") -> list[str]:
     """Return the names of the models of an Ollama server on this machine, [] if none answers."""
-    try:
+    with contextlib.suppress(PaiError, LookupError, TypeError):
         models = http.json("GET", base_url + "/api/tags", timeout_s=0.5)["models"]
         return [str(m["name"]) for m in models]
-    except (PaiError, LookupError, TypeError):
-        return []
+    return []
 
 
 # ---- a model that is none

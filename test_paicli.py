@@ -883,7 +883,8 @@ class TestModel(Case):
                 reply = self.built(json.dumps(event), chunk("ok", finish="stop"))
                 self.assertEqual((True, "stop"), (reply.text.endswith("ok"), reply.finish), event)
                 paicli.assistant_message(reply)
-        self.raises(paicli.ModelError, "no event", self.ask, *[sse('["no event"]')] * 5)
+        for entry in (sse('["no event"]', done=False), *(refuses(200, body) for body in (None, {}, [], {"choices": []}))):
+            self.raises(paicli.ModelError, "broke off|HTTP 500", self.ask, *[entry] * 5)
 
     def test_an_answer_in_one_piece_is_understood_too(self):
         reply = self.ask(refuses(200, {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [
