@@ -1524,8 +1524,7 @@ def tools_from_module(path: str, level_at_least: int = 1) -> list[Tool]:
 
 def tools_from_json(path: str, run_argv: Callable[[list, Cancel], str], http: Http,
                     level_at_least: int = 1) -> list[Tool]:
-    """Return the tools described in a JSON file: a list of objects with name, description,
-    parameters, perhaps level (default 3), and one of
+    """Return the tools of a JSON file: [{name, description, parameters, level (default 3)}] with
 
         "command": ["wc", "-w", "{path}"]                 an argv list, no shell
         "request": {"url": "https://host/search?q={term}", "method", "headers", "json"},

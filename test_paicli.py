@@ -1516,7 +1516,7 @@ class TestBuiltInTools(Case):
         self.assertTrue(wait_for(lambda: self.shell._tasks["task-1"].n_bytes))
         self.assertRegex(self.shell.task_output("task-1"), r"^task-1: still running\r?\none")
         self.assertNotIn("one", self.shell.task_output("task-1"))
-        self.assertIn("task-1: finished .exit code", self.shell.task_stop("task-1"))
+        self.assertIn("task-1: finished (exit code", self.shell.task_stop("task-1"))
         self.raises(paicli.ToolError, "no task 'task-9'; there are task-1", self.shell.task_output, "task-9")
 
     def test_a_process_knows_whether_it_lives(self):
