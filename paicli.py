@@ -875,7 +875,7 @@ def is_strangers_host(url: Setting) -> bool:
 
 
 def _host(url):
-    return Http().route(url).url.hostname
+    return Http().route(url)[0].hostname
 
 
 def wire_messages(messages: list[dict], provider: Provider) -> list[dict]:
@@ -2334,8 +2334,8 @@ RULES = (
     (r"\$", "ask", "has a program name that only the shell will know"),
 )
 # Commands that run another one: what follows them is judged too.
-_WRAPPERS = set("sudo doas command builtin exec env nohup nice ionice time timeout xargs watch setsid "
-                "stdbuf busybox pkexec ssh".split())
+_WRAPPERS = set("sudo doas pkexec command builtin exec env nohup nice ionice time timeout xargs "
+                "watch setsid stdbuf busybox ssh".split())
 _KEYWORDS = set("then do else elif if while until ! { time export local declare readonly".split())
 
 _SHELL_TOKEN = re.compile(r"""
@@ -2496,7 +2496,8 @@ def preview(files: FileTools, tool: Tool, arguments: dict) -> str:
             for k, v in arguments.items())
     import difflib
     planned, lines = [], []
-    getattr(FileTools(files.workspace, lambda *write: planned.append(write)), tool.name)(**arguments)
+    rehearsal = FileTools(files.workspace, lambda *write: planned.append(write))
+    getattr(rehearsal, tool.name)(**arguments)
     for path, data in planned:
         old = files.load(path)[1].text if os.path.lexists(path) else ""
         name = files.workspace.show(path)
@@ -2568,8 +2569,8 @@ class Approver:
             lines[half:-half] = [f"... {n_hidden} lines are not shown: d shows them"]
         because = f", because: {one_line(reason)}" if reason else ""
         rule = [f"⚠️ always asked: it {why}"] if why else []
-        answer = self._ask("\n    ".join([
-            f"❓ {tool.name} ({LEVELS[tool.level]}){because}", *lines, *rule]) + f"\n{ANSWERS}", cancel)
+        title = f"❓ {tool.name} ({LEVELS[tool.level]}){because}"
+        answer = self._ask("\n    ".join([title, *lines, *rule]) + f"\n{ANSWERS}", cancel)
         if answer and answer.strip().lower() in ("d", "details"):
             return self._answer(tool, arguments, reason, why, cancel, is_whole=True)
         return answer if answer is None else answer.strip()
@@ -2596,7 +2597,7 @@ class Audit:
         self._open = {}                  # id of a call -> its record, until the result is known
 
     def on_event(self, event: dict) -> None:
-        """Take an event of the toolbox; it comes before the call runs, and its secrets are masked."""
+        """Take an event of the toolbox, masked, before the call runs and when it has ended."""
         if event["type"] == "decision" and event["level"] > 1:
             keys = ("id", "tool", "level", "arguments", "decision", "by", "reason")
             record = {k: event[k] for k in keys}
@@ -3114,9 +3115,9 @@ class Facts:
         return [clip(text, 500) for _, _, text in sorted(chosen, key=lambda hit: hit[1])]
 
 
-LESSON_PROMPT = """A coding agent's turn ended badly: {why}. From what follows, write one lesson that
-would have helped, in one sentence that names the kind of task and what to do instead. Only that
-sentence."""
+LESSON_PROMPT = """A coding agent's turn ended badly: {why}. From what follows, write one lesson
+that would have helped, in one sentence that names the kind of task and what to do instead. Only
+that sentence."""
 
 
 def reflect(agent: Agent, facts: Facts, cancel: Cancel) -> str:
@@ -3227,11 +3228,11 @@ def commands() -> dict[str, tuple]:
         "/level": (choose_level, "[N]", "what runs unasked: 1 reads, 2 writes, 3 commands"),
         "/policy": (show_policy, "[revoke N]", "what is allowed always, the rules, the sandbox"),
         "/audit": (show_audit, "[N]", "the last N decisions and how they ended"),
-        "/undo": (undo, "", "restore the files that the last turn wrote"),
+        "/undo": (undo_turn, "", "restore the files that the last turn wrote"),
         "/sessions": (list_sessions, "", "this folder's conversations"),
-        "/resume": (resume, "[ID]", "go on with the last one, or with that one"),
+        "/resume": (resume_session, "[ID]", "go on with the last one, or with that one"),
         "/context": (show_context, "", "what the next request holds, in tokens"),
-        "/compact": (compact, "", "summarise all but the last rounds now"),
+        "/compact": (compact_now, "", "summarise all but the last rounds now"),
         "/memory": (list_facts, "", "what is known for this folder: facts and lessons"),
         "/save": (save_fact, "[--global] FACT", "remember a fact, here or everywhere"),
         "/forget": (forget_fact, "N", "forget it again"),
@@ -3318,7 +3319,7 @@ def show_policy(app, arguments: str) -> str:
     sandbox = " ".join(app.shell.sandbox) or "none: set PAICLI_SANDBOX (see the README)"
     return "\n".join([choose_level(app, ""), "Always allowed in this session:", *allowed,
                       "Rules for commands, at any level:", *rules,
-                      "Rules are a speed bump, not a sandbox: a program can hide anything from them.",
+                      "Rules are a speed bump, not a sandbox: programs can hide anything from them.",
                       f"Sandbox: {sandbox}"])
 
 
@@ -3329,12 +3330,13 @@ def show_audit(app, arguments: str) -> str:
     lines = []
     for c in app.audit.last(int(arguments or 10)):
         end = {True: "✅", False: "❌"}.get(c.get("ok"), "… no result")
-        lines.append(f"{c['time'][:19]} {c['tool']} {one_line(c['arguments'], 60)}: {c['decision']} "
-                     f"by {c['by']} {end} {one_line(c.get('outcome', ''), 60)}")
+        asked = f"{c['tool']} {one_line(c['arguments'], 60)}"
+        outcome = one_line(c.get("outcome", ""), 60)
+        lines.append(f"{c['time'][:19]} {asked}: {c['decision']} by {c['by']} {end} {outcome}")
     return "\n".join(lines) or "Nothing yet: only what may change something is recorded."
 
 
-def undo(app, arguments: str) -> str:
+def undo_turn(app, arguments: str) -> str:
     """Restore what the last turn wrote."""
     return "\n".join(app.undo.undo()) or "The file tools have written nothing that can be undone."
 
@@ -3346,7 +3348,7 @@ def list_sessions(app, arguments: str) -> str:
         or "No conversation was held in this folder."
 
 
-def resume(app, arguments: str) -> str:
+def resume_session(app, arguments: str) -> str:
     """Go on with another conversation."""
     return app.memory.resume(arguments or "last")
 
@@ -3367,7 +3369,7 @@ def show_context(app, arguments: str) -> str:
                      [f"About {n_tokens} tokens go with the next request; {left}."])
 
 
-def compact(app, arguments: str) -> str:
+def compact_now(app, arguments: str) -> str:
     """Summarise all but the last rounds."""
     is_shorter = app.compact(app.agent, app.cancel, must=True)
     return "Done." if is_shorter else "There is nothing to compact."
@@ -3404,7 +3406,7 @@ def switch_trace(app, arguments: str) -> str:
 
 
 def load_plugins(app) -> list[str]:
-    """Load tools.py and tools.json of PAICLI_HOME and of the folder; return what to tell the person.
+    """Load tools.py and tools.json of PAICLI_HOME and of the folder; return notices.
 
     Those of the folder need the person's trust, and are level 3.  A file that does not load costs
     only its own tools.
@@ -3412,8 +3414,8 @@ def load_plugins(app) -> list[str]:
     app.agent.toolbox.remove(app.plugin_names)
     app.plugin_names, notices = [], []
     home, folder = os.path.realpath(app.config.home), os.path.join(app.config.cwd, ".paicli")
-    loaders = {"tools.py": tools_from_module,
-               "tools.json": lambda p, level: tools_from_json(p, app.shell.run_argv, app.http, level)}
+    loaders = {"tools.py": tools_from_module, "tools.json": lambda path, level: tools_from_json(
+        path, app.shell.run_argv, app.http, level)}
     places = [(home, 1)] + [(folder, 3)] * (os.path.realpath(folder) != home)
     for (base, level), (name, load) in itertools.product(places, loaders.items()):
         path = os.path.join(base, name)
