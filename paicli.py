@@ -384,10 +384,9 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
         known = environ if source == "home" else {}       # a folder may not read the environment
         values, bad = parse_dotenv(read_text(path), known) if path else (environ, [])
         notices += [f"{path}: line {n} is not NAME=value and was skipped" for n in bad]
-        for name in set(NOT_FROM_A_PROJECT) & set(values) if source == "./.env" else ():
-            notices.append(f"./.env sets {name}: a folder may not, so it is not used")
-            del values[name]
-        settings.update({k: Setting(v, source) for k, v in values.items() if v})
+        barred = set(NOT_FROM_A_PROJECT) & set(values) if source == "./.env" else set()
+        notices += [f"./.env sets {name}: a folder may not, so it is not used" for name in barred]
+        settings.update({k: Setting(v, source) for k, v in values.items() if v and k not in barred})
         secrets |= {v for k, v in values.items() if k.upper().endswith("API_KEY") and len(v) > 7}
     for name, value in options.items():                   # --level 2 is PAICLI_LEVEL=2, and so on
         settings["PAICLI_" + name.upper()] = Setting(value, "command line")
@@ -589,13 +588,14 @@ class Http:
         `timeout_s` bounds the silence between two bytes.  Raises HttpError for a status of 300 or
         more and (status 0) when there is no answer or it breaks off, Cancelled at once.
         """
-        cancel, (parts, proxy) = cancel or Cancel(), self.route(url)
+        cancel = cancel or Cancel()
+        parts, proxy = self.route(url)
         login = _proxy_login(proxy) if parts.scheme == "http" else {}      # else with CONNECT
         headers = {"User-Agent": f"paicli/{__version__}", **login, **(headers or {})}
         place, connection, reply = (parts.scheme, parts.netloc, proxy), None, None
         try:
-            connection = self._kept(place) or Job("connect", self._connect, parts, proxy, min(
-                timeout_s, CONNECT_TIMEOUT_S), cancel).wait(cancel)
+            connection = self._kept(place) or Job(
+                "connect", self._connect, parts, proxy, timeout_s, cancel).wait(cancel)
             sock = connection.sock                        # http.client may let go of it early
             sock.settimeout(timeout_s)
             with cancel.on_set(lambda: _shut(sock)):
@@ -636,7 +636,7 @@ class Http:
 
     def _connect(self, url, proxy, timeout_s, cancel):
         """-> a new connection."""
-        at = proxy or url
+        at, timeout_s = proxy or url, min(timeout_s, CONNECT_TIMEOUT_S)
         port = at.port or (443 if at.scheme == "https" else 80)
         if url.scheme == "http":
             connection = http.client.HTTPConnection(at.hostname, port, timeout=timeout_s)

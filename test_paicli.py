@@ -607,6 +607,7 @@ class TestBasics(Case):
         self.raises(paicli.ConfigError, "--nonsense", self.config, "--nonsense")
         self.raises(paicli.ConfigError, "PAICLI_MAX_ROUNDS='ten' .environment.", self.config, PAICLI_MAX_ROUNDS="ten")
         self.raises(paicli.ConfigError, "level", self.config, "--level", "4")
+        self.raises(paicli.ConfigError, "PAICLI_COMMAND_TIMEOUT_S='0'.*above 0", self.config, PAICLI_COMMAND_TIMEOUT_S="0")
         self.assertEqual((7, 2.5, 1, 3), (self.config(PAICLI_MAX_ROUNDS="7").max_rounds, self.config(
             PAICLI_TURN_TIMEOUT_S="2.5").turn_timeout_s, self.config().level, self.config("--yes").level))
 
