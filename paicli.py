@@ -1039,8 +1039,8 @@ class ReplyBuilder:
     def add(self, event) -> None:
         """Take {"choices": [{"delta" or "message": {...}, "finish_reason"}], "usage"}, or raise
         HttpError for an event that is an error."""
-        if _get(event, "error", object):                  # its status 200 was sent too early
-            raise HttpError(500, json.dumps(event))
+        if _get(event, "error", object):
+            raise HttpError(200, json.dumps(event))
         for choice in _get(event, "choices", list) or []:
             delta = _get(choice, "delta", dict) or _get(choice, "message", dict)
             self._add_text("reasoning", delta, "reasoning_content", "reasoning")
@@ -1140,16 +1140,16 @@ def model_error(error: HttpError, provider: Provider) -> ModelError:
     found = _get(body, "error", object) or body
     found = found if isinstance(found, dict) else {"message": found}
     code = str(found.get("code") or "")
-    status = int(code) if re.fullmatch(r"[45]\d\d", code) else status
+    status = int(code) if status == 200 and re.fullmatch(r"[45]\d\d", code) else status
     said = found.get("message") or found.get("detail") or found.get("msg")
     said = f"{provider.name}: {one_line(str(said), 500)} [{code or status}]" if said else str(error)
     said = redact(said, filter(None, [provider.api_key]))
     if code in ("1261", "context_length_exceeded") or (
-            status in (400, 413, 422, 500) and _OVERFLOW.search(said)):
+            status in (200, 400, 413, 422) and _OVERFLOW.search(said)):
         return ModelError("the conversation is longer than the model can read; /clear starts a new "
                           f"one ({said})", "overflow")
     is_temporary = code in _TEMPORARY_CODES or not _FINAL.search(f"{code} {error.body}") and (
-        status in (0, 408, 409, 425, 429) or status >= 500)
+        status in (0, 408, 409, 425, 429) or status >= 500 or status == 200 and bool(body))
     advice = _ADVICE.get(code) or _ADVICE.get(str(status))
     if advice and provider.needs_key:
         said += "\n  " + advice.format(prefix=provider.prefix)
@@ -1209,7 +1209,7 @@ class ChatModel:
         if re.search("json|html", answer.headers.get("Content-Type") or ""):
             body = answer.json()
             if not _get(body, "choices", list):
-                raise HttpError(500, json.dumps(body), answer.host)
+                raise HttpError(200, json.dumps(body), answer.host)
             pieces = [json.dumps(body), "[DONE]"]
         for data in pieces:
             if data == "[DONE]":
