@@ -953,8 +953,8 @@ class ReplyBuilder:
     def add(self, event) -> None:
         """Take {"choices": [{"delta" or "message": {...}, "finish_reason"}], "usage"}, or raise
         HttpError for an event that is an error."""
-        if _get(event, "error", object):                  # its status 200 was sent too early
-            raise HttpError(500, json.dumps(event))
+        if _get(event, "error", object):
+            raise HttpError(200, json.dumps(event))
         for choice in _get(event, "choices", list) or []:
             delta = _get(choice, "delta", dict) or _get(choice, "message", dict)
             self._add_text("reasoning", delta, "reasoning_content", "reasoning")
@@ -1054,16 +1054,16 @@ def model_error(error: HttpError, provider: Provider) -> ModelError:
     found = _get(body, "error", object) or body
     found = found if isinstance(found, dict) else {"message": found}
     code = str(found.get("code") or "")
-    status = int(code) if re.fullmatch(r"[45]\d\d", code) else status
+    status = int(code) if status == 200 and re.fullmatch(r"[45]\d\d", code) else status
     said = found.get("message") or found.get("detail") or found.get("msg")
     said = f"{provider.name}: {one_line(str(said), 500)} [{code or status}]" if said else str(error)
     said = redact(said, filter(None, [provider.api_key]))
     if code in ("1261", "context_length_exceeded") or (
-            status in (400, 413, 422, 500) and _OVERFLOW.search(said)):
+            status in (200, 400, 413, 422) and _OVERFLOW.search(said)):
         return ModelError("the conversation is longer than the model can read; /clear starts a new "
                           f"one ({said})", "overflow")
     is_temporary = code in _TEMPORARY_CODES or not _FINAL.search(f"{code} {error.body}") and (
-        status in (0, 408, 409, 425, 429) or status >= 500)
+        status in (0, 408, 409, 425, 429) or status >= 500 or status == 200 and bool(body))
     advice = _ADVICE.get(code) or _ADVICE.get(str(status))
     if advice and provider.needs_key:
         said += "\n  " + advice.format(prefix=provider.prefix)
@@ -1123,7 +1123,7 @@ class ChatModel:
         if re.search("json|html", answer.headers.get("Content-Type") or ""):
             body = answer.json()
             if not _get(body, "choices", list):
-                raise HttpError(500, json.dumps(body), answer.host)
+                raise HttpError(200, json.dumps(body), answer.host)
             pieces = [json.dumps(body), "[DONE]"]
         for data in pieces:
             if data == "[DONE]":
@@ -1159,8 +1159,6 @@ def find_ollama(http: Http, base_url: str = "http://localhost:11434") -> list[st
     return []
 
 
-# ---- a model that is none
-
 DEMO_EXAMPLES = (
     "create a java project demo",
     "in demo/src/main/java/com/example create Hello.java that prints Hello World",
@@ -1175,56 +1173,58 @@ class DemoModel:
     """
     HELP = "I am the demo model: a few keyword rules, no intelligence. Try:\n- " + "\n- ".join(
         (*DEMO_EXAMPLES, "list FOLDER", "read FILE"))
-    # What is asked; the tool calls that do it, one a round; the sentence at the end.  \1 stands
-    # for what the first (...) matched, OUTPUT and PRINTLN for something in the last result.
+    # What is asked, and what is done about it, one step a round: tool calls, then a sentence.  \1
+    # stands for what the first (...) matched, OUTPUT and PRINTLN for parts of the last result.
     RULES = (
         (r"create a java project ([\w-]+)",
-         [("create_project", {"name": r"\1", "type": "java"})],
+         ("create_project", {"name": r"\1", "type": "java"}),
          r"The project \1 is there. It has a Maven structure: pom.xml and src/main/java."),
         (r"in (\S+?),? create (\w+)\.java that prints (.+)",
-         [("write_file", {"path": r"\1/\2.java", "content": "package com.example;\n\n"
-           r"public class \2 {\n    public static void main(String[] args) {\n"
-           r'        System.out.println("\3");\n    }\n}\n'})],
+         ("write_file", {"path": r"\1/\2.java", "content": "package com.example;\n\n"
+                         r"public class \2 {\n    public static void main(String[] args) {\n"
+                         r'        System.out.println("\3");\n    }\n}\n'}),
          r"\1/\2.java is written. It prints \3."),
         (r"read (\S+?),? then change the output to (.+)",
-         [("read_file", {"path": r"\1"}),
-          ("edit_file", {"path": r"\1", "old_text": "PRINTLN", "new_text": r'println("\2")'})],
+         ("read_file", {"path": r"\1"}),
+         ("edit_file", {"path": r"\1", "old_text": "PRINTLN", "new_text": r'println("\2")'}),
          r"\1 prints \2 now."),
         (r"go into (\S+?),? compile and run (\w+)\.java",
-         [("execute_command", {"command":
-           r"cd \1 && javac -d target/classes src/main/java/com/example/\2.java"}),
-          ("execute_command", {"command": r"cd \1 && java -cp target/classes com.example.\2"})],
+         ("execute_command", {"command": r"cd \1 && javac -d target/classes "
+                                         r"src/main/java/com/example/\2.java"}),
+         ("execute_command", {"command": r"cd \1 && java -cp target/classes com.example.\2"}),
          "It compiles and runs. Its output: OUTPUT"),
-        (r"list\s+(\S+)", [("list_dir", {"path": r"\1"})], "OUTPUT"),
-        (r"read (\S+)", [("read_file", {"path": r"\1"})], "OUTPUT"))
+        (r"list\s+(\S+)", ("list_dir", {"path": r"\1"}), "OUTPUT"),
+        (r"read (\S+)", ("read_file", {"path": r"\1"}), "OUTPUT"))
 
     def reply(self, messages: list[dict], tools: list[dict],
               on_delta: Callable[[str, str], None], cancel: Cancel) -> Reply:
         """Look at the last user message and the results since: the next call, or a sentence."""
         asked = max(i for i, m in enumerate(messages) if m["role"] == "user")
         results = [m["content"] for m in messages[asked + 1:] if m["role"] == "tool"]
-        text, calls = self._next(messages[asked]["content"].strip(), results, len(messages))
-        if text:
-            on_delta("text", text)
+        step, calls = self._next(messages[asked]["content"].strip(), results), []
+        if isinstance(step, tuple):
+            step, calls = "", [ToolCall(f"demo_{len(messages)}", step[0], json.dumps(step[1]))]
+        else:
+            on_delta("text", step)
         n_input = sum(estimate_tokens(m["content"]) for m in messages)
-        return Reply(text, "", calls, Usage(n_input, estimate_tokens(text), 0, True))
+        return Reply(step, "", calls, Usage(n_input, estimate_tokens(step), 0, True))
 
-    def _next(self, asked, results, n_messages):
+    def _next(self, asked, results):
         last = results[-1] if results else ""
         if last.startswith("Error") or re.search(r"exit code: [1-9]", last):
-            return f"That did not work. {last}", []
+            return "That did not work. " + last
         output = re.sub(r"^(Command finished.*|File content:)\n", "", last).strip()
         println = re.search(r"println\(.*\)|$", last)[0]
-        for pattern, calls, sentence in self.RULES:
+        for pattern, *steps in self.RULES:
             match = re.match(pattern, re.sub(r"(?<=\w)\.$", "", asked), re.I)
-            if match and len(results) < len(calls):
-                name, arguments = calls[len(results)]
-                arguments = {k: match.expand(v).replace("PRINTLN", println)
-                             for k, v in arguments.items()}
-                return "", [ToolCall(f"demo_{n_messages}", name, json.dumps(arguments))]
-            if match:
-                return match.expand(sentence).replace("OUTPUT", output), []
-        return self.HELP, []
+            step = steps[len(results)] if match else None
+            if isinstance(step, str):
+                return match.expand(step).replace("OUTPUT", output)
+            if step:
+                name, arguments = step
+                return name, {k: match.expand(v).replace("PRINTLN", println)
+                              for k, v in arguments.items()}
+        return self.HELP
 
 
 # =============================================================================

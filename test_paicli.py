@@ -885,7 +885,7 @@ class TestModel(Case):
                 self.assertEqual((True, "stop"), (reply.text.endswith("ok"), reply.finish), event)
                 paicli.assistant_message(reply)
         for entry in (sse('["no event"]', done=False), *(refuses(200, body) for body in (None, {}, [], {"choices": []}))):
-            self.raises(paicli.ModelError, "broke off|HTTP 500", self.ask, *[entry] * 5)
+            self.raises(paicli.ModelError, "broke off|HTTP 200", self.ask, *[entry] * 5)
 
     def test_an_answer_in_one_piece_is_understood_too(self):
         reply = self.ask(refuses(200, {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [
@@ -1047,7 +1047,8 @@ class TestModel(Case):
         error = paicli.model_error(paicli.HttpError(500, body, "", 4), provider)
         self.assertEqual(("x1", True, 4), (error.code, error.is_temporary, error.retry_after_s))
         self.assertLess(len(str(error)), 600)
-        self.assertFalse(paicli.model_error(paicli.HttpError(400, "text"), provider).is_temporary)
+        for status, body in ((400, "text"), (400, '{"error": {"code": 502}}'), (200, '{"error": {"code": 400}}'), (200, "text")):
+            self.assertFalse(paicli.model_error(paicli.HttpError(status, body), provider).is_temporary)
 
     def test_the_demo_model_plays_the_tutorial(self):
         model, messages = paicli.DemoModel(), []
