@@ -1673,15 +1673,19 @@ class FileText(NamedTuple):
 
 def decode_file(data: bytes) -> FileText:
     """Take a file's bytes apart: BOM, strict UTF-8, else a guess.  Raises ToolError if binary."""
-    boms = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
-    bom, encoding = next((b for b in boms if data.startswith(b[0])), (b"", "utf-8"))
+    for bom, encoding in ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"),
+                          (b"\xfe\xff", "utf-16-be")):
+        if data.startswith(bom):
+            with contextlib.suppress(UnicodeDecodeError):
+                return FileText(data[len(bom):].decode(encoding), encoding, bom)
+    if b"\0" in data[:8192]:
+        raise ToolError("this is a binary file: only a command can look into it")
     # Chinese comes in pairs of high bytes; an accent of latin-1 stands alone between letters.
-    is_chinese = re.fullmatch(rb"(?:[\0-\x7f]|[\xa1-\xf7][\xa1-\xfe])*", data)
-    for guess in (encoding, "gb18030" if is_chinese else "latin-1", "latin-1"):
-        if b"\0" in data[:8192] and not guess.startswith("utf-16"):
-            raise ToolError("this is a binary file: only a command can look into it")
+    pairs = rb"(?:[\0-\x7f]|[\xa1-\xf7][\xa1-\xfe])*\Z"
+    for encoding, must_match in (("utf-8", b""), ("gb18030", pairs), ("latin-1", b"")):
         with contextlib.suppress(UnicodeDecodeError):
-            return FileText(data[len(bom):].decode(guess), guess, bom)
+            if re.match(must_match, data):
+                return FileText(data.decode(encoding), encoding)
 
 
 def _other_spelling(path):
