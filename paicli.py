@@ -3513,11 +3513,8 @@ STYLES = {"bold": "1", "dim": "2", "cyan": "36"}
 # ---- drawing
 
 def fit(text: str, columns: int) -> str:
-    """Return as much of the text as surely fits, with … for what does not.
-
-    Wide characters begin at U+1100; all from there on count as wide.  A line that is too short
-    harms nobody, one that is too long wraps.
-    """
+    """Return as much of the text as surely fits, with … for what does not."""
+    # Wide characters begin at U+1100.  Not all from there on are wide: too short harms nobody.
     ends = list(itertools.accumulate(2 if ch >= "\u1100" else 1 for ch in text))
     room = max(1, columns)
     if not ends or ends[-1] <= room:
@@ -3529,10 +3526,9 @@ def fit(text: str, columns: int) -> str:
 
 
 # **bold** or `code`; the ** of a path (src/**/*.py) or a power (x**2) begins nothing.
-PAIR = re.compile(r"\*\*(?![\s/\d])(.+?)(?<!\s)\*\*|`([^`]+)`")
-MAY_BEGIN_A_PAIR = re.compile(r"\*\*(?![\s/\d])|`|\*$")
-MAY_BE_A_BLOCK = re.compile(r"\s*(#.*|`{1,2}|```.*)?")    # a heading, a fence, or not known yet
-MAX_HELD = 300                           # characters a mark waits for its partner
+PAIR = re.compile(r"\*\*(?![\s/\d])([^*]+)(?<!\s)\*\*|`([^`]+)`")
+UNSURE = re.compile(r"^\s*(?:[#`]|$)|[*`]|$")            # what follows may become a mark
+MAX_HELD = 300                           # characters it waits for that
 
 
 class Markdown:
@@ -3557,18 +3553,12 @@ class Markdown:
         for line in lines:
             out.append(self._show(line) + "\n")
             self._has_begun = False
-        n_sure = self._n_sure(rest)
+        unpaired = PAIR.sub(lambda m: "x" * len(m[0]), rest)
+        n_sure = 0 if self._is_fence else UNSURE.search(unpaired).start()
+        if len(rest) > MAX_HELD:
+            n_sure = len(rest)
         self._held = rest[n_sure:]
         return "".join(out) + self._show(rest[:n_sure])
-
-    def _n_sure(self, rest):
-        """How much of the line's rest stands before a mark that is still open."""
-        if len(rest) > MAX_HELD:
-            return len(rest)
-        if not self._has_begun and MAY_BE_A_BLOCK.fullmatch(rest):
-            return 0
-        mark = MAY_BEGIN_A_PAIR.search(PAIR.sub(lambda m: "x" * len(m[0]), rest))
-        return mark.start() if mark and not self._is_fence else len(rest)
 
     def _show(self, text):
         is_start, self._has_begun = not self._has_begun, self._has_begun or bool(text)
@@ -3588,6 +3578,7 @@ class Markdown:
 class Screen:
     """Draws events: the answer on `out`, all else on `err`; with --json each is a line of `out`."""
 
+    LINES = {"notice": ("⚠️ {text}", "dim"), "error": ("❌ Error: {text}", "")}
     # event -> what is waited for from then on
     ACTIVITIES = {"turn": "🤔 Thinking...", "call": "🔧 Running {tool}...",
                   "result": "🤔 Thinking...", "stop": ""}
@@ -3619,6 +3610,9 @@ class Screen:
             self.settle()
             self._activity = visible(self.ACTIVITIES[kind].format(**event))
             self._since = time.monotonic()
+        if kind in self.LINES:
+            line, style = self.LINES[kind]
+            self.line(line.format(**event), style)
         getattr(self, "_on_" + kind, lambda event: None)(event)
 
     def tick(self) -> None:
@@ -3678,12 +3672,6 @@ class Screen:
 
     def _on_usage(self, event):
         self._usage = event
-
-    def _on_notice(self, event):
-        self.line(f"⚠️ {event['text']}", "dim")
-
-    def _on_error(self, event):
-        self.line(f"❌ Error: {event['text']}")
 
     def _on_trace(self, event):
         body = json.dumps(event["body"], indent=2, ensure_ascii=False)

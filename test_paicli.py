@@ -1867,9 +1867,9 @@ class TestTerminal(Case):
                 self.assertEqual(expected, "".join(markdown.feed(text[i:i + step]) for i in range(0, len(text), step)), text)
 
     def test_text_is_shown_as_it_comes_up_to_an_open_mark(self):
-        markdown = paicli.Markdown(lambda name, text: f"<{text}>")
-        for text, shown in (("He", "He"), ("llo **y", "llo "), ("ou", ""), ("**, x", "<you>, x"), (" 2 * ", " 2 * "), ("`a", ""),
-                            ("b" * 300, "`a" + "b" * 300), ("\n#", "\n"), (" H\n", "<H>\n"), ("``", ""), ("`\nx", "<```>\n<x>")):
+        markdown = paicli.Markdown(lambda name, text: text and f"<{text}>")
+        for text, shown in (("He", "He"), ("llo **y", "llo "), ("ou", ""), ("**, x", "<you>, x"), (" 2", " 2"), (" `a", ""),
+                            ("b" * 300, " `a" + "b" * 300), ("\n#", "\n"), (" H\n", "<H>\n"), ("``", ""), ("`\nx", "<```>\n"), ("\n", "<x>\n")):
             self.assertEqual(shown, markdown.feed(text))
         self.assertEqual("**a** `b", paicli.Markdown(None).feed("**a** `b"))
 
