@@ -1040,7 +1040,8 @@ _ADVICE = {
     "402": "the account has no credit left",
 }
 _OVERFLOW = re.compile(r"context.{0,20}(length|window|size)|prompt.{0,20}(too long|exceeds)"
-                       r"|too many (input )?tokens|maximum (context|number of tokens)"
+                       r"|too many (input )?tokens(?! per)|maximum (context|number of tokens)"
+                       r"|model token limit"
                        r"|range of input|input tokens exceed", re.I)
 
 
@@ -1059,7 +1060,8 @@ def model_error(error: HttpError, provider: Provider) -> ModelError:
     said = f"{provider.name}: {one_line(str(said), 500)} [{code or status}]" if said else str(error)
     said = redact(said, filter(None, [provider.api_key]))
     if code in ("1261", "context_length_exceeded") or (
-            status in (200, 400, 413, 422) and _OVERFLOW.search(said)):
+            status in (200, 400, 413, 422) and _OVERFLOW.search(said)) or (
+            status in (400, 413) and not error.body.strip()):
         return ModelError("the conversation is longer than the model can read; /clear starts a new "
                           f"one ({said})", "overflow")
     is_temporary = code in _TEMPORARY_CODES or not _FINAL.search(f"{code} {error.body}") and (
@@ -2370,13 +2372,15 @@ def split_shell(text: str) -> Iterator[tuple[str, list[str]]]:
                 words.append("'" + (body[1] or body[0]).replace("'", "'\\''") + "'")
                 at = body.end()
             delimiters = [] if token == "\n" else delimiters
-            yield before, words
+            if words:
+                yield before, words
             before, words = token, []
         elif match.lastgroup != "blank":
             if words and re.fullmatch(r"<<-?", words[-1]):
                 delimiters.append(re.sub(r"['\"\\-]", "", token))
             words.append(token)
-    yield before, words
+    if words:
+        yield before, words
 
 
 class ShellReader:
@@ -2504,7 +2508,7 @@ def preview(files: FileTools, tool: Tool, arguments: dict) -> str:
     getattr(rehearsal, tool.name)(**arguments)
     for path, data in planned:
         old = files.load(path)[1].text if os.path.lexists(path) else ""
-        name = files.workspace.show(path)
+        name = os.path.relpath(path, files.workspace.root).replace(os.sep, "/")
         lines += difflib.unified_diff(
             old.splitlines(), decode_file(data).text.splitlines(),
             name if old else "(new file)", name, n=3, lineterm="")
@@ -2792,11 +2796,11 @@ class Memory:
             is_known = run("UPDATE sessions SET updated_at = ? WHERE id = ?", _now(),
                            self.session_id).rowcount
             if not is_known:             # new, or deleted by another process
-                title = one_line(messages[0].get("content") or "", 60)
+                title = clean(self._mask(one_line(messages[0].get("content") or "", 60)))
                 self.session_id = run(
                     "INSERT INTO sessions(id, folder, title, created_at, updated_at) "
-                    "VALUES (?, ?, ?, ?, ?)", self.session_id, self.folder, self._mask(title),
-                    _now(), _now()).lastrowid
+                    "VALUES (?, ?, ?, ?, ?)", self.session_id, self.folder, title, _now(),
+                    _now()).lastrowid
             ids = [run("INSERT INTO messages(session_id, created_at, body) VALUES (?, ?, ?)",
                        self.session_id, _now(), body).lastrowid for body in bodies]
         added = [{**json.loads(body), "id": id_} for id_, body in zip(ids, bodies)]
@@ -2888,10 +2892,9 @@ def _parsed(rows):
     """-> messages with their id, and how many rows are none."""
     messages = []
     for id_, body in rows:
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            message = json.loads(body)
-            if message.get("role") in ("user", "assistant", "tool"):
-                messages.append({**message, "id": id_})
+        message = _json(body)
+        if _get(message, "role", str) in ("user", "assistant", "tool"):
+            messages.append({**message, "id": id_})
     return messages, len(rows) - len(messages)
 
 
@@ -3323,7 +3326,7 @@ def show_policy(app, arguments: str) -> str:
     sandbox = " ".join(app.shell.sandbox) or "none: set PAICLI_SANDBOX (see the README)"
     return "\n".join([choose_level(app, ""), "Always allowed in this session:", *allowed,
                       "Rules for commands, at any level:", *rules,
-                      "Rules are a speed bump, not a sandbox: programs can hide anything from them.",
+                      "Rules are a speed bump, not a sandbox: programs can hide from them.",
                       f"Sandbox: {sandbox}"])
 
 
