@@ -1905,9 +1905,9 @@ class FileTools:
     def load(self, path: str) -> tuple[str, FileText]:
         """Return (real path, its text).  Raises ToolError for what is no regular text file."""
         real = self.workspace.resolve(path)
-        if not os.path.lexists(real):
-            real = self.workspace.resolve(_other_spelling(real))
         try:
+            if not os.path.lexists(real):
+                real = self.workspace.resolve(_other_spelling(real))
             mode = os.stat(real).st_mode
             if not stat.S_ISREG(mode):
                 raise ToolError(f"{path} is a folder: use list_dir" if stat.S_ISDIR(mode) else
