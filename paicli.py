@@ -1720,9 +1720,9 @@ class FileTools:
     def load(self, path: str) -> tuple[str, FileText]:
         """Return (real path, its text).  Raises ToolError for what is no regular text file."""
         real = self.workspace.resolve(path)
-        if not os.path.lexists(real):
-            real = self.workspace.resolve(_other_spelling(real))
         try:
+            if not os.path.lexists(real):
+                real = self.workspace.resolve(_other_spelling(real))
             mode = os.stat(real).st_mode
             if not stat.S_ISREG(mode):
                 raise ToolError(f"{path} is a folder: use list_dir" if stat.S_ISDIR(mode) else
@@ -1931,12 +1931,13 @@ class Process:
         """Return what it printed since last asked; if that is long, head, tail and a note."""
         with self._lock:
             at, self._n_told = self._n_told, self.n_bytes
+            data = self._tail[len(self._tail) - self.n_bytes + at:]
             n_left_out = self.n_bytes - at - HEAD_BYTES - TAIL_BYTES
-            if n_left_out <= 0:
-                return _readable(self._tail[len(self._tail) - self.n_bytes + at:])
-            note = f"{n_left_out} of {self.n_bytes} bytes left out; {self._file_output()}"
-            head, tail = self._start[at:at + HEAD_BYTES], self._tail[-TAIL_BYTES:]
-            return f"{_readable(head)}\n[... {note} ...]\n{_readable(tail)}"
+            if n_left_out > 0:
+                note = (f"\n[... {n_left_out} of {self.n_bytes} bytes left out; "
+                        f"{self._file_output()} ...]\n").encode("utf-8", "replace")
+                data = self._start[at:at + HEAD_BYTES] + note + self._tail[-TAIL_BYTES:]
+        return data.decode("utf-8", "replace").replace("\r\n", "\n").replace("\0", "\ufffd")
 
     def _file_output(self):
         try:
@@ -1965,10 +1966,6 @@ class Process:
         kill_tree(self.popen)
         with contextlib.suppress(TimeoutError):           # gone is not yet known to be gone
             self._waiter.wait(timeout_s=GRACE_S)
-
-
-def _readable(data):
-    return data.decode("utf-8", "replace").replace("\r\n", "\n").replace("\0", "\ufffd")
 
 
 def shell_argv(command: str) -> list[str] | str:
@@ -2048,15 +2045,12 @@ class ShellTools:
         self._tasks[id_] = self._start(argv)
         return f"Started in the background as {id_}."
 
-    def _task(self, id_):
-        if id_ not in self._tasks:
-            raise ToolError(f"no task {id_!r}; there are {', '.join(self._tasks) or 'none'}")
-        return self._tasks[id_]
-
     @tool(1)
     def task_output(self, id: str) -> str:
         """Say whether a background command still runs, and what it printed since last asked."""
-        process = self._task(id)
+        if id not in self._tasks:
+            raise ToolError(f"no task {id!r}; there are {', '.join(self._tasks) or 'none'}")
+        process = self._tasks[id]
         code = process.popen.poll()
         state = "still running" if code is None else f"finished (exit code: {code})"
         return f"{id}: {state}\n{process.output()}"
@@ -2064,7 +2058,8 @@ class ShellTools:
     @tool(1)
     def task_stop(self, id: str) -> str:
         """Stop a background command, and say what it printed since last asked."""
-        self._task(id).kill()
+        if id in self._tasks:
+            self._tasks[id].kill()
         return self.task_output(id)
 
     def close(self) -> None:
