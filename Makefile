@@ -7,5 +7,6 @@ prove:    ; $(PYTHON) test_paicli.py prove
 map:      ; @$(PYTHON) test_paicli.py map
 demo:     ; $(PYTHON) paicli.py --demo
 bench:    ; $(PYTHON) test_paicli.py bench
+torture:  ; $(PYTHON) test_paicli.py torture
 
-.PHONY: test exercise check prove map demo bench
+.PHONY: test exercise check prove map demo bench torture

@@ -2896,7 +2896,8 @@ def _parsed(rows):
 def repaired(messages: list[dict]) -> list[dict]:
     """Return a history that servers accept, from one that a crash may have cut anywhere.
 
-    Each call has its one result right behind it, and each turn ends with an answer.
+    It begins with a question, each call has its one result right behind it, and each turn ends
+    with an answer.
     """
     out, open_ids = [], []               # open_ids: calls whose result has not come yet
 
@@ -2907,7 +2908,7 @@ def repaired(messages: list[dict]) -> list[dict]:
         open_ids.clear()
         if ends_turn and out and out[-1]["role"] != "assistant":
             out.append({"role": "assistant", "content": "(Turn stopped: PaiCLI ended.)"})
-    for message in messages:
+    for message in itertools.dropwhile(lambda m: m["role"] != "user", messages):
         if message["role"] == "tool":
             if message.get("tool_call_id") in open_ids:
                 open_ids.remove(message["tool_call_id"])

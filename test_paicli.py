@@ -202,7 +202,7 @@ def refuses(status, body, **headers):
 
 def strict_fault(messages):
     """What a strict server would refuse in a history, or ""."""
-    open_calls = []
+    open_calls, before = [], "system"
     for m in messages:
         if m["role"] not in ("system", "user", "assistant", "tool") or "content" not in m:
             return f"bad message {m}"
@@ -217,6 +217,9 @@ def strict_fault(messages):
             return "an assistant message with 'tool_calls' must be followed by tool messages"
         if m["role"] == "assistant" and not m["content"] and not m.get("tool_calls"):
             return "empty assistant message"
+        if (m["role"], before) in (("user", "user"), ("assistant", "system")):
+            return f"roles must alternate: {m['role']} after {before}"
+        before = m["role"]
         for call in m.get("tool_calls", ()):
             if not re.fullmatch(r"[\w-]{1,64}", call["function"]["name"]):
                 return "bad tool name"
@@ -251,7 +254,7 @@ class FakeServer:
 
             def do_POST(self):
                 raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                body = json.loads(raw) if raw else None
+                body = self.body = json.loads(raw) if raw else None
                 fake.requests.append({"method": self.command, "path": self.path, "headers": self.headers, "body": body})
                 fault = strict_fault(body["messages"]) if isinstance(body, dict) and "messages" in body else ""
                 entry = refuses(400, {"error": {"message": "strict: " + fault}}) if fault else (
@@ -2110,6 +2113,30 @@ class TestMemory(Case):
             self.assertLess(paicli.message_tokens(sent), 900)
         self.assertIn("part", memory.summary)
 
+    def test_four_hundred_rounds_in_a_small_window(self):
+        def answers(handler):
+            messages, said = handler.body["messages"], json.dumps(handler.body)
+            longest.append(len(said) // 4)
+            if messages[0]["content"] == paicli.SUMMARY_PROMPT:
+                word = re.search("code word is (\\w+)", said)
+                return handler.answer(*says("The code word is " + word[1] if word else "They went on."))
+            since = messages[max(i for i, m in enumerate(messages) if m["role"] == "user"):]
+            handler.answer(*(says("Done.") if len(since) > 8 else calls(("t", {"n": len(longest), "pad": "y" * 300}))))
+        longest, server, events = [], self.server(*[answers] * 900), []
+        memory = self.memory()
+        box = paicli.Toolbox(allow)
+        box.add([paicli.Tool("t", "", {"type": "object", "properties": {}}, lambda a, c: "x" * 50 * (a["n"] % 40), 1)])
+        provider = paicli.PROVIDERS["glm"]._replace(base_url=server.url, api_key="k")
+        model = paicli.ChatModel(self.http(), provider, window=4000)
+        agent = paicli.Agent(model, box, memory, events.append, "You are a test.", compact=paicli.Compactor(lambda: 4000, events.append))
+        for turn in range(80):
+            self.assertEqual("Done.", agent.run("The code word is Zanzibar." if turn == 0 else f"go on {turn}"))
+        self.assertGreater(len(longest), 400)
+        self.assertLess(max(longest), 4000)
+        self.assertGreater(sum("Compacted" in e.get("text", "") for e in events), 10)
+        self.assertIn("Zanzibar", server.requests[-1]["body"]["messages"][0]["content"])
+        self.assertIn("Zanzibar", memory.recall("code word"))
+
     def test_facts_reach_the_turns_they_fit(self):
         facts = paicli.Facts(self.store, self.path("work"))
         facts.save("Use tabs in Makefiles")
@@ -2709,20 +2736,69 @@ while True:
 """
 
 
+def loops(handler):
+    """A script entry: "... 20" gets that many commands, one a round, and then "Done."."""
+    messages = handler.body["messages"]
+    last = max(i for i, m in enumerate(messages) if m["role"] == "user")
+    asked, n_done = re.findall(r"\d+$", messages[last]["content"]), len(messages[last:]) // 2
+    is_over = not asked or n_done >= int(asked[0])
+    handler.answer(*(says("Done.") if is_over else calls(("execute_command", {"command": f"echo {n_done}"}))))
+
+
+def torture(times="50"):
+    """Kill -9 one of four processes that share a home, at any moment, many times; nothing may be lost."""
+    import random
+    import sqlite3
+    n_cut = 0
+    with tempfile.TemporaryDirectory() as folder, FakeServer(*[loops] * 100000) as server:
+        env = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
+        env.update(PAICLI_HOME=os.path.join(folder, "home"), PAICLI_MODEL=server.url + "#m", PAICLI_LEVEL="3")
+
+        def start(number, *arguments):
+            cwd = os.path.join(folder, str(number))
+            os.makedirs(cwd, exist_ok=True)
+            return subprocess.Popen([sys.executable, str(PATH), *arguments], cwd=cwd, env=env, stdin=subprocess.DEVNULL,
+                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
+
+        def stored():
+            with contextlib.closing(sqlite3.connect(os.path.join(folder, "home", "paicli.db"), timeout=30)) as db:
+                assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)], "the database is damaged"
+                return dict(db.execute("SELECT id, body FROM messages"))
+
+        others = [start(n, "loop 20") for n in (1, 2, 3)]
+        before, now = {}, {}
+        while n_cut < int(times):
+            victim = start(0, *(["-c"] if now else []), "loop 20")
+            time.sleep(random.uniform(0.15, 0.6))
+            victim.kill()
+            n_cut += victim.wait() < 0
+            victim.communicate()
+            now = stored()
+            assert all(now.get(id_) == body for id_, body in before.items()), "a stored message is lost or changed"
+            before = now
+            resumed = start(0, "-c", "and now?")
+            out, err = resumed.communicate()
+            assert (resumed.returncode, out) == (0, "Done.\n"), f"not resumed: {out} {err}"
+            for i, other in enumerate(others):
+                if other.poll() is not None:
+                    out, err = other.communicate()
+                    assert (other.returncode, out) == (0, "Done.\n"), f"another one failed: {out} {err}"
+                    others[i] = start(i + 1, "-c", "loop 20")
+        for other in others:
+            out, err = other.communicate()
+            assert other.returncode == 0, err
+        faults = [f for f in (strict_fault(r["body"]["messages"]) for r in server.requests if r["body"]) if f]
+        assert not faults, faults
+        print(f"{n_cut} times killed in the middle: {len(stored())} messages, all there; every conversation went on; "
+              f"{len(server.requests)} requests, each one valid")
+
+
 def bench():
     """Print what PaiCLI costs, in user+system CPU of the whole process, against FLOOR in the same run."""
     import resource
     import statistics
 
-    def answers(handler):
-        messages = handler.fake.requests.pop()["body"]["messages"]
-        asked = re.findall(r"\d+$", next(m["content"] for m in messages if m["role"] == "user"))
-        n_done = sum(m["role"] == "tool" for m in messages)
-        is_over = not asked or n_done >= int(asked[0])
-        handler.fake.script.append(answers)
-        handler.answer(*(says("Done.") if is_over else calls(("execute_command", {"command": f"true {n_done}"}))))
-
-    with tempfile.TemporaryDirectory() as folder, FakeServer(answers) as server:
+    with tempfile.TemporaryDirectory() as folder, FakeServer(*[loops] * 2000) as server:
         floor_path = pathlib.Path(folder, "floor.py")
         floor_path.write_text(FLOOR, encoding="utf-8")
         env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON") and not k.lower().endswith("_proxy")}
@@ -2749,6 +2825,19 @@ def bench():
             mine = (cost_ms("-m", "paicli", "loop 20") - cost_ms("-m", "paicli", "hi")) / 20
             more.append(mine - (floor("loop 20") - floor("hi")) / 20)
         print(f"  a round with a command     {statistics.median(more):6.2f} ms more than the floor's (limit 2.5)")
+        store = paicli.Store(os.path.join(folder, "home", "paicli.db"))
+        memory = paicli.Memory(store, str(HERE))
+        for i in range(2500):
+            memory.add(*[{"role": "user", "content": f"question {i} " + "x" * 100}, {"role": "assistant", "content": "y" * 300}] * 2)
+        costs = []
+        for i in range(400):
+            before = time.process_time()
+            memory.add({"role": "user" if i % 2 == 0 else "assistant", "content": "z" * 300})
+            costs.append(1000 * (time.process_time() - before))
+        print(f"  storing a message          {statistics.median(costs):6.2f} ms CPU with 10,000 in its conversation (limit 1)")
+        more = [cost_ms("-m", "paicli", "--resume", str(memory.session_id), "hi") - cost_ms("-m", "paicli", "hi") for _ in range(5)]
+        store.close()
+        print(f"  going on with those        {statistics.median(more):6.1f} ms CPU more than a new one, request included (limit 300)")
 
 
 def run(*args):
@@ -2758,7 +2847,8 @@ def run(*args):
 
 if __name__ == "__main__":
     sys.modules["test_paicli"] = sys.modules["__main__"]
-    commands = {"blank": blank, "check": check, "prove": prove, "map": show_map, "bench": bench, "run": run}
+    commands = {"blank": blank, "check": check, "prove": prove, "map": show_map, "bench": bench,
+                "torture": torture, "run": run}
     name, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
     if name in commands and (arguments or name not in ("blank", "check")):
         commands[name](*arguments)
