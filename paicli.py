@@ -38,6 +38,7 @@ from __future__ import annotations
 import base64
 import collections
 import contextlib
+import functools
 import getopt
 import http.client
 import itertools
@@ -274,7 +275,8 @@ def atomic_write(path: str, data: bytes, mode: int | None = None) -> None:
 
 def append_private(path: str, line: str) -> None:
     """Add a line to a file only this person can read; several processes may do it at once."""
-    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    if not os.path.exists(path):
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     fd = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o600)
     try:
         os.write(fd, clean(line).encode("utf-8"))         # in one piece, so lines never mix
@@ -1968,14 +1970,21 @@ class Process:
             self._waiter.wait(timeout_s=GRACE_S)
 
 
+@functools.lru_cache(maxsize=None)
+def _bash():
+    import shutil
+    found = shutil.which("bash") or ""
+    is_linux = WINDOWS and re.search("system32|windowsapps", found, re.I)      # not this system's
+    return "" if is_linux else found
+
+
 def shell_argv(command: str) -> list[str] | str:
     """Return what runs a command line: in bash, or else in the system's shell.
 
     A string on Windows without bash: cmd has rules of its own for quotes.
     """
-    import shutil
-    bash = shutil.which("bash")
-    if not bash or WINDOWS and re.search("system32|windowsapps", bash, re.I):      # a Linux's
+    bash = _bash()
+    if not bash:
         return f'cmd /d /s /c "{command}"' if WINDOWS else ["/bin/sh", "-c", command]
     if "|" in command:
         # A pipe hides a failure in its middle; 141 is only a reader that had enough (head).
@@ -2064,10 +2073,11 @@ class ShellTools:
 
     def close(self) -> None:
         """Kill what still runs, and remove the long outputs."""
-        import shutil
         self._is_closed = True
         run_parallel("kill", [p.kill for p in self._running if has_group(p.popen)])
-        shutil.rmtree(self.spool_dir, ignore_errors=True)
+        if os.path.isdir(self.spool_dir):
+            import shutil                                 # slow to import, so only where needed
+            shutil.rmtree(self.spool_dir, ignore_errors=True)
 
 
 def builtin_tools(files: FileTools, shell: ShellTools) -> list[Tool]:
@@ -2788,8 +2798,9 @@ class Memory:
         """Store messages, all or none, before anybody uses them.  Secrets are masked."""
         bodies = [clean(self._mask(json.dumps(m, ensure_ascii=False))) for m in messages]
         with self.store.transaction() as run:
-            is_known = run("UPDATE sessions SET updated_at = ? WHERE id = ?", _now(),
-                           self.session_id).rowcount
+            is_known = self.session_id and messages[0]["role"] != "user" or run(
+                "UPDATE sessions SET updated_at = ? WHERE id = ?", _now(),
+                self.session_id).rowcount
             if not is_known:             # new, or deleted by another process
                 title = clean(self._mask(one_line(messages[0].get("content") or "", 60)))
                 self.session_id = run(
