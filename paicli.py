@@ -2749,9 +2749,9 @@ class Store:
                 try:
                     yield lambda sql, *values: self._db.execute(sql, values)
                     self._db.execute("COMMIT")
-                except BaseException:
-                    self._db.execute("ROLLBACK")
-                    raise
+                finally:
+                    if self._db.in_transaction:           # SQLite may have rolled back already
+                        self._db.execute("ROLLBACK")
             except self.error as e:
                 raise PaiError(f"the conversation can't be stored: {e}") from e
 
