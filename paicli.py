@@ -3299,6 +3299,8 @@ def choose_model(app, arguments: str) -> str:
         lines.append(f"  {p.name:11} {p.model:18} {key}")
     current = getattr(app.agent.model, "provider", None)
     now = f"{current.name}, {current.model}" if current else "the demo model, keyword rules"
+    if current and current.needs_key and not current.api_key:
+        now += f"; {current.prefix}_API_KEY is not set"
     return "\n".join([f"Model: {now}. Another: /model PROVIDER[:MODEL] or URL#MODEL", *lines])
 
 
@@ -3704,7 +3706,8 @@ class Screen:
 # ---- typing
 
 @contextlib.contextmanager
-def line_editing(history_path: str, words: Iterable[str]) -> Iterator[None]:
+def line_editing(history_path: str, words: Iterable[str], mask: Callable[[str], str]
+                 ) -> Iterator[None]:
     """Give input() history, and completion of `words` and @paths, where there is readline."""
     try:
         import readline
@@ -3733,6 +3736,8 @@ def line_editing(history_path: str, words: Iterable[str]) -> Iterator[None]:
     try:
         yield
     finally:
+        for i in range(readline.get_current_history_length()):
+            readline.replace_history_item(i, mask(readline.get_history_item(i + 1) or ""))
         with contextlib.suppress(OSError):                # for this person only
             os.close(os.open(history_path, os.O_CREAT | os.O_WRONLY, 0o600))
             readline.write_history_file(history_path)
@@ -3950,7 +3955,7 @@ def run_line(app: App, screen: Screen, line: str, is_command: bool) -> int:
 def repl(app: App, screen: Screen) -> int:
     """Read, do, repeat, until the person leaves; return the exit code."""
     was_interrupted = False
-    with line_editing(os.path.join(app.config.home, "history"), commands()):
+    with line_editing(os.path.join(app.config.home, "history"), commands(), app.mask):
         while not app.is_over:
             try:
                 line = read_input()
