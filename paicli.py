@@ -2429,7 +2429,7 @@ class ShellReader:
             name, rest = os.path.basename(words[i]), words[i + 1:]
             yield prefix + " ".join([name, *marked[i + 1:]])
             if re.fullmatch(_SHELL, name) or name in ("eval", "su", "ssh", "trap"):
-                for inner in {" ".join(rest) if name in ("eval", "ssh") else "", *rest}:
+                for inner in (" ".join(rest), *rest):
                     if re.search(r"\s", inner):
                         yield from self.commands(inner)
 
@@ -2441,11 +2441,12 @@ class ShellReader:
         out, at = [], 0
         for m in _QUOTED.finditer(word):
             out.append(self._expand(word[at:m.start()]))
-            single = m[2] if m[2] is not None else m[1]
-            out.append(single if single is not None else self._expand(re.sub(
-                r"\\([$`\"\\\n])", r"\1", m[3])) if m[3] is not None else
-                m[4].encode("latin-1", "replace").decode("unicode_escape", "replace"))
-            at = m.end()
+            inner, at = m[m.lastindex], m.end()
+            if m.lastindex == 3:         # "double quoted"
+                inner = self._expand(re.sub(r"\\([$`\"\\\n])", r"\1", inner))
+            elif m.lastindex == 4:       # $'with escapes'
+                inner = inner.encode("latin-1", "replace").decode("unicode_escape", "replace")
+            out.append(inner)
         text = "".join(out) + self._expand(word[at:])
         return text.split() if word.startswith("$") or "${IFS}" in word else [text]
 
@@ -2494,8 +2495,9 @@ def judge(command: str, root: str, home: str, variables: dict) -> tuple[str, str
 
 # ---- the person decides
 
-ANSWERS = "[y]es, [n]o (and why), [a]lways, [e]dit, [d]etails? Enter means no: "
-MAX_SHOWN_LINES = 40                     # of a diff, until details are asked for
+ANSWERS = "[y]es, [n]o (and why), [a]lways, [e]dit, [d]etails; Enter means no: "
+MAX_SHOWN_LINES = 16                     # of a diff, until details are asked for
+WRITERS = ("write_file", "edit_file", "create_project")             # shown as a diff
 
 
 def preview(files: FileTools, tool: Tool, arguments: dict) -> str:
@@ -2503,7 +2505,7 @@ def preview(files: FileTools, tool: Tool, arguments: dict) -> str:
 
     Raises ToolError if the call would fail anyway, so that nobody is asked about it.
     """
-    if not isinstance(getattr(files, tool.name, None), Callable):
+    if tool.name not in WRITERS:
         return "\n".join(v if k == "command" else f"{k}: " + (
             v if isinstance(v, str) else json.dumps(v, ensure_ascii=False))
             for k, v in arguments.items())
@@ -2512,12 +2514,14 @@ def preview(files: FileTools, tool: Tool, arguments: dict) -> str:
     rehearsal = FileTools(files.workspace, lambda *write: planned.append(write))
     getattr(rehearsal, tool.name)(**arguments)
     for path, data in planned:
-        old = files.load(path)[1].text if os.path.lexists(path) else ""
+        is_new = not os.path.lexists(path)
         name = os.path.relpath(path, files.workspace.root).replace(os.sep, "/")
-        lines += difflib.unified_diff(
+        old = "" if is_new else files.load(path)[1].text
+        diff = list(difflib.unified_diff(
             old.splitlines(), decode_file(data).text.splitlines(),
-            name if old else "(new file)", name, n=3, lineterm="")
-    return "\n".join(lines) or "(only line ends change)"
+            "(new file)" if is_new else name, name, n=3, lineterm=""))
+        lines += diff or [f"{name}: " + ("new and empty" if is_new else "no line changes")]
+    return "\n".join(lines)
 
 
 def grant_key(tool: Tool, arguments: dict) -> str:
@@ -2527,8 +2531,9 @@ def grant_key(tool: Tool, arguments: dict) -> str:
     """
     if tool.level == 2 and "url" in arguments:
         return f"{tool.name} {urllib.parse.urlsplit(arguments['url']).hostname}"
-    is_file_tool = tool.level == 2 and tool.has_reason
-    return tool.name if is_file_tool else f"{tool.name} {json.dumps(arguments, ensure_ascii=False)}"
+    if tool.name in WRITERS:
+        return tool.name
+    return f"{tool.name} {json.dumps(arguments, ensure_ascii=False)}"
 
 
 class Approver:
@@ -2544,37 +2549,56 @@ class Approver:
 
     def decide(self, tool: Tool, arguments: dict, reason: str, cancel: Cancel) -> Decision:
         """Return the Decision on a call.  Raises Cancelled, or ToolError if it can't work."""
-        command = arguments.get("command")
-        verdict, why = self._judge(command) if isinstance(command, str) and tool.level > 1 else \
-            ("", "")
-        if verdict == "refuse":
-            return Decision("deny", f"a rule of PaiCLI refuses this: it {why}", by="rule")
-        if tool.level <= self.level and not verdict:
-            return Decision("allow", by="level")
+        decision, why = self._unasked(tool, arguments)
+        if decision:
+            return decision
         with self._lock:
-            if grant_key(tool, arguments) in self.grants and not verdict:
-                return Decision("allow", by="always")
-            answer = self._answer(tool, arguments, reason, why, cancel)
-        return self._follow(answer, tool, arguments, reason, why, cancel)
+            return self._asked(tool, arguments, reason, why, cancel)
 
-    def _follow(self, answer, tool, arguments, reason, why, cancel):
-        if answer is None:
-            return Decision("deny", f"nobody is there to ask, and it {why}" if why else
-                            f"nobody is there to ask; --level {tool.level} would allow it",
-                            by="no terminal")
-        word, _, rest = answer.partition(" ")
-        if answer in ("e", "edit"):
-            return self._edited(tool, arguments, reason, cancel)
-        if answer in ("a", "always") and not why:
-            self.grants.append(grant_key(tool, arguments))
-        elif answer.lower() not in ("y", "yes"):
-            why_not = rest if word.lower() in ("n", "no") else answer
-            return Decision("deny", "the person said no" + (f": {why_not}" if why_not else ""),
-                            by="person")
-        return Decision("allow", by="person")
+    def _unasked(self, tool, arguments):
+        """-> (the Decision that needs nobody, "") or (None, why a rule wants the person asked)."""
+        command = arguments.get("command")
+        is_command = isinstance(command, str) and tool.level > 1
+        verdict, why = self._judge(command) if is_command else ("", "")
+        if verdict == "refuse":
+            return Decision("deny", f"a rule of PaiCLI refuses this: it {why}", by="rule"), ""
+        if not verdict and tool.level <= self.level:
+            return Decision("allow", by="level"), ""
+        if not verdict and grant_key(tool, arguments) in self.grants:
+            return Decision("allow", by="always"), ""
+        return None, why
 
-    def _answer(self, tool, arguments, reason, why, cancel, is_whole=False):
-        """Show what would happen, ask, and return the answer; "details" shows a diff whole."""
+    def _asked(self, tool, arguments, reason, why, cancel):
+        """Ask until an answer decides; "edit" and "details" lead to another question."""
+        kind, is_whole = "allow", False
+        while True:
+            answer = self._ask(self._question(tool, arguments, reason, why, is_whole), cancel)
+            if answer is None:
+                return Decision("deny", f"nobody is there to ask, and it {why}" if why else
+                                f"nobody is there to ask; --level {tool.level} would allow it",
+                                by="no terminal")
+            word, _, rest = answer.strip().partition(" ")
+            word = word.lower()
+            if word in ("y", "yes") and not rest:
+                return Decision(kind, "", arguments, "person")
+            if word in ("a", "always") and not rest and not why:
+                key = grant_key(tool, arguments)
+                self.grants.append(key)
+                return Decision(kind, f"from now on unasked: {key}", arguments, "person")
+            if word in ("e", "edit") and not rest:
+                kind, arguments = "edit", self._edited(arguments, cancel)
+                decision, why = self._unasked(tool, arguments)
+                if decision and decision.kind == "deny":
+                    return decision
+            elif word in ("d", "details") and not rest:
+                is_whole = True
+            elif not re.match(r"(y|yes|a|always)\b", word):
+                why_not = rest if word in ("n", "no") else answer.strip()
+                return Decision("deny", "the person said no" + (f": {why_not}" if why_not else ""),
+                                by="person")
+
+    def _question(self, tool, arguments, reason, why, is_whole):
+        """What would happen, and the question; a long diff is whole only for "details"."""
         lines = visible(self._preview(tool, arguments)).split("\n")
         n_hidden = 0 if is_whole or "command" in arguments else len(lines) - MAX_SHOWN_LINES
         if n_hidden > 0:
@@ -2582,21 +2606,18 @@ class Approver:
             lines[half:-half] = [f"... {n_hidden} lines are not shown: d shows them"]
         because = f", because: {one_line(reason)}" if reason else ""
         rule = [f"⚠️ always asked: it {why}"] if why else []
-        title = f"❓ {tool.name} ({LEVELS[tool.level]}){because}"
-        answer = self._ask("\n    ".join([title, *lines, *rule]) + f"\n{ANSWERS}", cancel)
-        if answer and answer.strip().lower() in ("d", "details"):
-            return self._answer(tool, arguments, reason, why, cancel, is_whole=True)
-        return answer if answer is None else answer.strip()
+        what = one_line(str(next(iter(arguments.values()), "")), 40)
+        return "\n    ".join([f"❓ {tool.name} ({LEVELS[tool.level]}){because}", *lines, *rule]) + (
+            f"\n{tool.name} {what}: {ANSWERS.replace(' [a]lways,', '') if why else ANSWERS}")
 
-    def _edited(self, tool, arguments, reason, cancel):
-        """Let the person change the arguments of one line, and decide on what came out."""
+    def _edited(self, arguments, cancel):
+        """Return the arguments with those of one line as the person wants them."""
         changed = dict(arguments)
         for name, value in arguments.items():
             if isinstance(value, str) and (name == "command" or "\n" not in value):
                 said = self._ask(f"    {name} (Enter keeps it): {visible(value)}\n    > ", cancel)
                 changed[name] = (said or "").strip() or value
-        decision = self.decide(tool, changed, reason, cancel)
-        return decision if decision.kind == "deny" else Decision("edit", "", changed, decision.by)
+        return changed
 
 
 # ---- what was decided, and what is trusted
@@ -2643,6 +2664,11 @@ class Audit:
         return calls[-n:]
 
 
+def _digest(data):
+    import hashlib
+    return hashlib.sha256(data).hexdigest()
+
+
 class Trust:
     """What the person said yes to: files of a project that could run or leak things."""
 
@@ -2655,15 +2681,17 @@ class Trust:
 
         `what` says what it would do.  Without a terminal the answer is no.
         """
-        import hashlib
         with open(path, "rb") as f:
             content = f.read()
-        entry = f"{hashlib.sha256(content).hexdigest()}  {os.path.realpath(path)}"
-        if entry in read_text(self.path).split("\n"):
+        real, known = os.path.realpath(path), read_text(self.path).split("\n")
+        entry = f"{_digest(content)}  {real}"
+        if entry in known:
             return True
+        if any(line.endswith("  " + real) for line in known):
+            what = "has changed since you trusted it, and " + what
         shown = visible(redact(content.decode("utf-8", "replace"))).replace("\n", "\n    ")
         answer = self._ask(f"⚠️ {visible(path)} {what}. It says:\n    {shown}\n"
-                           "Do you trust it? [y/N] ", Cancel())
+                           f"Do you trust {visible(os.path.basename(path))}? [y/N] ", Cancel())
         if (answer or "").strip().lower() not in ("y", "yes"):
             return False
         with contextlib.suppress(OSError):                # then it is asked again next time
@@ -2729,8 +2757,7 @@ class Store:
         with contextlib.suppress(sqlite3.OperationalError):         # not on a network drive
             self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
-        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'undo'").fetchone():
-            self._db.executescript(SCHEMA)
+        self._db.executescript(SCHEMA)
 
     def run(self, sql: str, *values) -> list[tuple]:
         """Run one statement, a transaction of its own; return its rows.  Raises PaiError."""
@@ -2790,6 +2817,7 @@ class Memory:
         """Begin another conversation; the one before stays in the store."""
         self.session_id = None           # until the first message
         self.turn = 0                    # the id of the last user message
+        self._last_id = None             # of the last message; another process may add more
         self.summary = ""                # of what is no longer in messages()
         self.measured = None             # (tokens, number of messages) of the last reply
         self._messages = []              # as they are sent, and with their id in the store
@@ -2798,20 +2826,24 @@ class Memory:
         """Store messages, all or none, before anybody uses them.  Secrets are masked."""
         bodies = [clean(self._mask(json.dumps(m, ensure_ascii=False))) for m in messages]
         with self.store.transaction() as run:
-            is_known = self.session_id and messages[0]["role"] != "user" or run(
-                "UPDATE sessions SET updated_at = ? WHERE id = ?", _now(),
-                self.session_id).rowcount
-            if not is_known:             # new, or deleted by another process
-                title = clean(self._mask(one_line(messages[0].get("content") or "", 60)))
+            latest = run("SELECT max(id) FROM messages WHERE session_id = ?", self.session_id)
+            if self.session_id is None or latest.fetchone()[0] != self._last_id:
+                # New; or another process has gone on with it, or deleted it: then this is a copy.
+                bodies = [json.dumps(m, ensure_ascii=False) for m in self._messages] + bodies
+                title = one_line(_get(json.loads(bodies[0]), "content", str) or "", 60)
                 self.session_id = run(
-                    "INSERT INTO sessions(id, folder, title, created_at, updated_at) "
-                    "VALUES (?, ?, ?, ?, ?)", self.session_id, self.folder, title, _now(),
-                    _now()).lastrowid
+                    "INSERT INTO sessions(folder, title, created_at, updated_at, summary) "
+                    "VALUES (?, ?, ?, ?, ?)", self.folder, title, _now(), _now(),
+                    self.summary).lastrowid
+                self._messages = []
+            elif messages[0]["role"] == "user":
+                run("UPDATE sessions SET updated_at = ? WHERE id = ?", _now(), self.session_id)
             ids = [run("INSERT INTO messages(session_id, created_at, body) VALUES (?, ?, ?)",
                        self.session_id, _now(), body).lastrowid for body in bodies]
-        added = [{**json.loads(body), "id": id_} for id_, body in zip(ids, bodies)]
-        self._messages += added
-        self.turn = next((m["id"] for m in reversed(added) if m["role"] == "user"), self.turn)
+        self._messages += [{**json.loads(body), "id": id_} for id_, body in zip(ids, bodies)]
+        self._last_id = ids[-1]
+        if messages[-1]["role"] == "user":
+            self.turn = ids[-1]
 
     def messages(self) -> list[dict]:
         """Return what is sent, oldest first."""
@@ -2844,9 +2876,13 @@ class Memory:
         if not messages or messages[0]["role"] != "user":            # the task of a compaction
             messages = self._task(summarised_to) + messages
         self._messages = repaired(messages)
-        self.turn = max((m.get("id", 0) for m in messages if m["role"] == "user"), default=0)
+        self.turn = max((m["id"] for m in messages if m["role"] == "user"), default=0)
+        self._last_id = self.store.run("SELECT max(id) FROM messages WHERE session_id = ?",
+                                       self.session_id)[0][0]
         bad = f"; {n_bad} of them can't be read and are left out" if n_bad else ""
-        return f"Conversation {self.session_id} goes on: {title} ({len(rows)} messages{bad})"
+        last = one_line(message_text(self._messages[-1]), 100) if messages else ""
+        return (f"Conversation {self.session_id} goes on: {title} ({len(rows)} messages{bad})\n"
+                f"  {last}")
 
     def _task(self, summarised_to):
         rows = self.store.run("SELECT id, body FROM messages WHERE session_id = ? AND id <= ? "
@@ -2964,10 +3000,10 @@ def split_history(messages: list[dict], n_tokens: int) -> tuple[list[dict], list
     while first and (first == len(rounds) or n_kept + message_tokens(rounds[first - 1]) < n_tokens):
         first -= 1
         n_kept += message_tokens(rounds[first])
-    users = [i for i, r in enumerate(rounds) if r[0]["role"] == "user"]
-    task = users[-1] if users else 0
+    users = [i for i, r in enumerate(rounds) if r[0]["role"] == "user"] or [0]
+    task = users[-1]
     if first <= task:                    # then some turns are kept, from their beginning
-        first = next(i for i in range(first, task + 1) if i == task or i in users)
+        first = next(i for i in users if i >= first)
         old, kept = rounds[:first], rounds[first:]
     else:
         old, kept = rounds[:task] + rounds[task + 1:first], [rounds[task], *rounds[first:]]
@@ -3000,6 +3036,7 @@ class Compactor:
         before, limit = self.n_tokens(agent), self._window()
         if not must and (before < max(COMPACT_AT * limit, self._no_use_below) or not limit):
             return False
+        self._on_event({"type": "wait", "text": "📝 Summarising..."})
         window = min(limit or before, before) if must else limit
         messages = agent.memory.messages()
         self._ratio = min(4.0, max(0.5, before / self._estimate(agent, messages)))
@@ -3111,10 +3148,9 @@ class Facts:
 
     def forget(self, id_: str) -> bool:
         """Delete one; False if there is none of that number here."""
-        n_before = len(self.all())
-        self.store.run("DELETE FROM facts WHERE id = ? AND (folder = ? OR folder IS NULL)",
-                       id_, self.folder)
-        return len(self.all()) < n_before
+        with self.store.transaction() as run:
+            return run("DELETE FROM facts WHERE id = ? AND (folder = ? OR folder IS NULL)",
+                       id_, self.folder).rowcount > 0
 
     def relevant(self, task: str) -> list[str]:
         """Return the facts and lessons for a task: those that share most words with it.
@@ -3135,13 +3171,12 @@ that sentence."""
 
 
 def reflect(agent: Agent, facts: Facts, cancel: Cancel) -> str:
-    """After a turn that ended badly, ask the model for one lesson and keep it; return it or "".
+    """After a turn that ended badly, have the model draw one lesson; keep and return it, or "".
 
     Source: Reflexion, https://arxiv.org/abs/2303.11366
     """
     messages = agent.memory.messages()
-    starts = [i for i, m in enumerate(messages) if m["role"] == "user"]
-    turn = messages[starts[-1]:] if starts else []
+    turn = messages[max(i for i, m in enumerate(messages) if m["role"] == "user"):]
     n_errors = sum(m["role"] == "tool" and m["content"].startswith("Error:") for m in turn)
     is_bad = agent.stop_reason in ("rounds", "tokens", "stagnation") or n_errors >= 4
     if not is_bad or cancel.is_set():
@@ -3152,8 +3187,9 @@ def reflect(agent: Agent, facts: Facts, cancel: Cancel) -> str:
                                {"role": "user", "content": text}], [], lambda kind, text: None,
                               cancel)
     lesson = one_line(reply.text, 300)
-    if lesson and lesson not in (text for _, _, _, text in facts.all()):
-        facts.save(lesson, "lesson")
+    if not lesson or lesson in (text for _, _, _, text in facts.all()):
+        return ""
+    facts.save(lesson, "lesson")
     return lesson
 
 
@@ -3214,11 +3250,6 @@ class Undo:
                 folder = os.path.dirname(folder)
 
 
-def _digest(data):
-    import hashlib
-    return hashlib.sha256(data).hexdigest()
-
-
 # =============================================================================
 # 22. COMMANDS
 # =============================================================================
@@ -3226,8 +3257,8 @@ def _digest(data):
 #
 #     "/level 2" --> the table --> choose_level(app, "2") --> "Level 2: ..."
 #
-# The table is the help, the completion and the dispatch in one.  A command prints nothing and asks
-# nothing; it changes the app's parts, or tells of them.  Each also runs alone: paicli.py /tools.
+# The table is the help, the completion and the dispatch in one.  A command prints nothing; it
+# changes the app's parts, or tells of them.  Each also runs alone: paicli.py /tools.
 # Trap: an unknown /x must never reach the model, it is a typing error with a cost.
 # To add one: write the function, add a line to the table.
 # Tests: TestCommands (exercise, 1 of 3 stars).  Try: /help.
@@ -3268,7 +3299,7 @@ def run_command(app, line: str) -> str:
 
 def show_help(app, arguments: str) -> str:
     """List the commands."""
-    lines = [f"  {name + ' ' + usage:16} {help_}" for name, (_, usage, help_) in commands().items()]
+    lines = [f"  {name + ' ' + usage:23} {help_}" for name, (_, usage, help_) in commands().items()]
     more = ("Or type a question or a task. @path puts a file into it; "
             'three quotes """ begin and end one of several lines; Ctrl-C stops a turn.')
     return "\n".join(["Commands:", *lines, more])
@@ -3277,7 +3308,7 @@ def show_help(app, arguments: str) -> str:
 def clear_history(app, arguments: str) -> str:
     """Forget the conversation."""
     app.agent.memory.clear()
-    return "🗑️ Conversation history cleared."
+    return "🗑️ A new conversation; the one before is in /sessions."
 
 
 def leave(app, arguments: str) -> str:
@@ -3311,7 +3342,8 @@ def choose_level(app, arguments: str) -> str:
             raise ConfigError("the level is 1 (read), 2 (write) or 3 (execute)")
         app.approver.level = int(arguments)
     now = app.approver.level
-    return f"Level {now}: runs unasked up to {LEVELS[now]}; above that you are asked."
+    asked = "you are asked above that" if now < 3 else "you are asked only where a rule says so"
+    return f"Level {now}: runs unasked up to {LEVELS[now]}; {asked}."
 
 
 def list_tools(app, arguments: str) -> str:
@@ -3327,10 +3359,9 @@ def show_policy(app, arguments: str) -> str:
     grants = app.approver.grants
     if word:
         if word != "revoke" or number not in map(str, range(1, len(grants) + 1)):
-            raise ConfigError("it is /policy, or /policy revoke N with a number from its list")
+            raise ConfigError("usage: /policy, or /policy revoke N with a number from its list")
         return f"No longer allowed always: {visible(grants.pop(int(number) - 1))}"
-    rules = [f"  {verdict:6} what {why}" for why, verdict in
-             {why: verdict for _, verdict, why in RULES}.items()]
+    rules = dict.fromkeys(f"  {verdict:6} what {why}" for _, verdict, why in RULES)
     allowed = [f"  {n}. {visible(grant)}" for n, grant in enumerate(grants, 1)] or ["  nothing"]
     sandbox = " ".join(app.shell.sandbox) or "none: set PAICLI_SANDBOX (see the README)"
     return "\n".join([choose_level(app, ""), "Always allowed in this session:", *allowed,
@@ -3342,7 +3373,7 @@ def show_policy(app, arguments: str) -> str:
 def show_audit(app, arguments: str) -> str:
     """Show the last decisions."""
     if arguments and not arguments.isdecimal():
-        raise ConfigError("it is /audit N, with a number")
+        raise ConfigError("usage: /audit N, with a number")
     lines = []
     for c in app.audit.last(int(arguments or 10)):
         end = {True: "✅", False: "❌"}.get(c.get("ok"), "… no result")
@@ -3354,7 +3385,10 @@ def show_audit(app, arguments: str) -> str:
 
 def undo_turn(app, arguments: str) -> str:
     """Restore what the last turn wrote."""
-    return "\n".join(app.undo.undo()) or "The file tools have written nothing that can be undone."
+    lines = app.undo.undo()
+    if not lines:
+        return "In this conversation the file tools have written nothing that can be undone."
+    return "\n".join([*lines, "What commands did stays as it is."])
 
 
 def list_sessions(app, arguments: str) -> str:
@@ -3403,7 +3437,7 @@ def save_fact(app, arguments: str) -> str:
     word, _, rest = arguments.partition(" ")
     text = rest.strip() if word == "--global" else arguments
     if not text:
-        raise ConfigError("it is /save FACT, or /save --global FACT")
+        raise ConfigError("usage: /save FACT, or /save --global FACT")
     app.facts.save(text, is_global=word == "--global")
     return "Saved. Each turn is told of the facts that fit it; /memory lists them."
 
@@ -3411,7 +3445,7 @@ def save_fact(app, arguments: str) -> str:
 def forget_fact(app, arguments: str) -> str:
     """Forget a fact or lesson."""
     if not app.facts.forget(arguments):
-        raise ConfigError(f"there is no fact {arguments or 'without a number'}; see /memory")
+        raise ConfigError(f"there is no fact {arguments}; usage: /forget N, a number of /memory")
     return "Forgotten."
 
 
@@ -3590,10 +3624,10 @@ class Markdown:
 class Screen:
     """Draws events: the answer on `out`, all else on `err`; with --json each is a line of `out`."""
 
-    LINES = {"notice": ("⚠️ {text}", "dim"), "error": ("❌ Error: {text}", "")}
+    LINES = {"notice": ("ℹ️ {text}", "dim"), "error": ("❌ Error: {text}", "")}
     # event -> what is waited for from then on
-    ACTIVITIES = {"turn": "🤔 Thinking...", "call": "🔧 Running {tool}...",
-                  "result": "🤔 Thinking...", "stop": ""}
+    ACTIVITIES = {"turn": "🤔 Thinking...", "call": "🔧 Running {tool}...", "wait": "{text}",
+                  "result": "🤔 Thinking...", "notice": "🤔 Thinking...", "stop": ""}
 
     def __init__(self, out, err, config: Config, label: str = ""):
         self.out, self.err = out, err
@@ -3681,6 +3715,10 @@ class Screen:
         mark = "❌" if has_failed else "✅"
         line = f"{asked} {mark} {event['seconds']:.1f} s  {one_line(outcome)}"
         self.line(fit(line, self._columns()))
+
+    def _on_decision(self, event):
+        if event["reason"] and (event["decision"] == "allow" or event["by"] == "rule"):
+            self.line(f"🛡️ {event['reason']}")
 
     def _on_usage(self, event):
         self._usage = event
@@ -3779,7 +3817,10 @@ def ask(question: str, cancel: Cancel) -> str | None:
         if cancel.is_set():
             sys.stderr.write("\n")
             return None
-    return sys.stdin.readline()
+    answer = sys.stdin.readline()
+    if not answer:                                        # Ctrl-D
+        sys.stderr.write("\n")
+    return answer
 
 
 def is_terminal(stream) -> bool:
@@ -3830,9 +3871,12 @@ class App:
         """Run a turn, and learn from it if it ended badly.  Raises PaiError."""
         answer = self.agent.run(self.mask(with_files(self.files, text)), self.cancel)
         is_off = self.config.get("PAICLI_LESSONS").lower() in ("off", "0", "no", "false")
-        lesson = "" if is_off or self.config.demo else reflect(self.agent, self.facts, self.cancel)
-        if lesson:
-            self.on_event({"type": "notice", "text": f"Lesson kept (see /memory): {lesson}"})
+        if not is_off and not self.config.demo:
+            self.on_event({"type": "wait", "text": "💭 Looking back..."})
+            with contextlib.suppress(PaiError):           # the turn itself is over and answered
+                lesson = reflect(self.agent, self.facts, self.cancel)
+                if lesson:
+                    self.on_event({"type": "notice", "text": f"Lesson kept, see /memory: {lesson}"})
         return answer
 
     def notes(self, task: str) -> str:

@@ -1741,12 +1741,13 @@ class TestApproval(Case):
         self.assertEqual("deny", self.decided(self.approver(1, None), {"x": 1}, self.tool("t", 2)).kind)
 
     def test_above_it_a_person_is_asked_and_only_yes_means_yes(self):
-        for answer, kind in (("y\n", "allow"), ("YES\n", "allow"), ("\n", "deny"), ("yes but", "deny"), ("x", "deny"), (None, "deny")):
+        for answer, kind in (("y\n", "allow"), ("YES\n", "allow"), ("\n", "deny"), ("yesterday", "deny"), ("x", "deny"), (None, "deny")):
             approver = self.approver(1, answer)
             decision = self.decided(approver, {"command": "echo \x1b[2K\u202e\nrm -rf ~"}, reason="to clean")
             self.assertEqual(kind, decision.kind, answer)
             self.assertTrue(self.asked[0].startswith(
-                "❓ execute_command (execute), because: to clean\n    echo \\x1b[2K\\u202e\n    rm -rf ~\n["), self.asked)
+                "❓ execute_command (execute), because: to clean\n    echo \\x1b[2K\\u202e\n    rm -rf ~\n"
+                "execute_command echo \\x1b[2K\\u202e rm -rf ~: [y]es, "), self.asked)
         self.assertEqual(("no terminal", True), (decision.by, "--level 3 would allow" in decision.reason))
 
     def test_no_comes_with_a_reason(self):
@@ -1773,7 +1774,7 @@ class TestApproval(Case):
 
     def test_a_write_is_shown_as_a_diff(self):
         self.write("a.txt", "".join(f"line {n}\n" for n in range(100)))
-        for answers, n_lines in ((["n"], 43), (["d", "n"], 205)):
+        for answers, n_lines in ((["n"], 19), (["d", "n"], 205)):
             approver = self.approver(1, *answers)
             self.decided(approver, {"path": "a.txt", "content": "new\n" * 100}, self.tool("write_file", 2))
             self.assertEqual(n_lines, self.asked[-1].count("\n") + 1)
@@ -1785,6 +1786,16 @@ class TestApproval(Case):
         self.assertIn("\n    --- (new file)\n    +++ p/pom.xml\n", self.asked[0])
         self.assertEqual(["a.txt"], os.listdir(self.folder))         # a rehearsal writes nothing
 
+    def test_a_question_always_names_the_file(self):
+        self.write("old", "x\n")
+        self.write("empty", "")
+        for path, content, shown in (("old", "x\n", "old: no line changes"), ("new", "", "new: new and empty"), ("empty", "x", "--- empty\n    +++ empty")):
+            self.decided(self.approver(1, "n"), {"path": path, "content": content}, self.tool("write_file", 2))
+            self.assertIn("\n    " + shown, self.asked[0])
+            self.assertIn(f"write_file {path}: [y]es", self.asked[0])
+        self.decided(self.approver(1, "n"), {"path": "x"}, self.tool("load"))       # a tool of one's own may have any name
+        self.assertIn("\n    path: x\n", self.asked[0])
+
     def test_nobody_is_asked_about_what_would_fail(self):
         edit = {"path": "a.txt", "old_text": "x", "new_text": "y"}
         self.raises(paicli.ToolError, "a.txt", self.decided, self.approver(1), edit, self.tool("edit_file", 2))
@@ -1794,6 +1805,8 @@ class TestApproval(Case):
         self.assertEqual(("edit", "", {"command": "make test", "timeout_s": 5}, "person"),
                          self.decided(approver, {"command": "make", "timeout_s": 5}))
         self.assertIn("make test", self.asked[2])                     # what came out is shown again
+        approver = self.approver(1, "e", "make", "yes please", "e", "make install", "d", "a")
+        self.assertEqual(("edit", {"command": "make install"}), self.decided(approver, {"command": "x"})[::2])
         approver = self.approver(1, "e", "rm -rf ~", judge=self.judged)
         self.assertEqual("deny", self.decided(approver, {"command": "rm -rf build"}).kind)
 
@@ -1809,10 +1822,10 @@ class TestApproval(Case):
         for command in spellings(ALWAYS_ASKED):
             self.assertEqual("ask", self.judged(command)[0], command)
         approver = self.approver(3, "a", "y", judge=self.judged)
-        for kind in ("deny", "allow"):                                # always is no answer to these
-            self.assertEqual(kind, self.decided(approver, {"command": "sudo x"}).kind)
+        self.assertEqual("allow", self.decided(approver, {"command": "sudo x"}).kind)
         self.assertIn("always asked: it asks for more rights", self.asked[0])
-        self.assertEqual(2, len(self.asked))
+        self.assertEqual((2, []), (len(self.asked), approver.grants))  # always is no answer to these
+        self.assertNotIn("[a]lways", self.asked[0])
 
     def test_what_only_looks_alike_passes(self):
         for command in spellings(HARMLESS):
@@ -1912,7 +1925,7 @@ class TestMemory(Case):
         memory.add({"role": "assistant", "content": "hi"}, {"role": "user", "content": "more"}, {"role": "assistant", "content": "yes"})
         other = paicli.Memory(self.open(), self.path("work"))
         self.assertEqual([], other.messages())
-        self.assertEqual("Conversation 1 goes on: hello \ufffd (4 messages)", other.resume())
+        self.assertEqual("Conversation 1 goes on: hello \ufffd (4 messages)\n  assistant: yes", other.resume())
         self.assertEqual(["hello \u2028 \ufffd", "hi", "more", "yes"], [m["content"] for m in self.sent(other)])
         self.assertEqual(set(self.sent(other)[0]), {"role", "content"})       # id and time stay in the store
         other.add({"role": "user", "content": "again"})
@@ -1935,6 +1948,26 @@ class TestMemory(Case):
         self.raises(paicli.ConfigError, "no conversation was held", self.memory("new").resume)
         self.raises(paicli.ConfigError, "no conversation 1 in", self.memory("a-b").resume, "1")
         self.raises(paicli.ConfigError, "no conversation x in", self.memory("a-b").resume, "x")
+
+    def test_two_processes_in_one_conversation_part_ways(self):
+        self.talk(self.memory(), 1)
+        mine, yours = self.memory(), paicli.Memory(self.open(), self.path("work"))
+        mine.resume(), yours.resume()
+        mine.add({"role": "user", "content": "mine"}, self.call_message("c9"))
+        yours.add({"role": "user", "content": "yours"}, {"role": "assistant", "content": "ok"})
+        mine.add(self.result_message("c9", "real"))
+        mine.add({"role": "assistant", "content": "done"})
+        self.assertEqual([(1, 8), (2, 6)], sorted((id_, n) for id_, _, n, _ in mine.sessions()))
+        for memory, other, said in ((mine, yours, "mine"), (yours, mine, "yours")):
+            again = self.memory()
+            again.resume(str(memory.session_id))
+            self.assertEqual(self.sent(memory), self.sent(again))
+            self.assertNotEqual(memory.session_id, other.session_id)
+            self.assertIn(said, str(self.sent(again)))
+        self.assertIn("real", str(self.sent(mine)))
+        mine.delete_all()
+        yours.add({"role": "user", "content": "still here"})
+        self.assertEqual(7, yours.sessions()[0][2])
 
     def test_clear_begins_another_and_delete_all_forgets(self):
         memory = self.memory()
@@ -2161,8 +2194,8 @@ class TestMemory(Case):
         agent, _ = self.agent(memory, paicli.Reply("To build, look for\na Makefile first."))
         agent.stop_reason = "done"
         self.assertEqual("", paicli.reflect(agent, facts, paicli.Cancel()))
-        for agent.stop_reason in ("stagnation", "rounds"):
-            self.assertEqual("To build, look for a Makefile first.", paicli.reflect(agent, facts, paicli.Cancel()))
+        for agent.stop_reason, said in (("stagnation", "To build, look for a Makefile first."), ("rounds", "")):     # known: not said again
+            self.assertEqual(said, paicli.reflect(agent, facts, paicli.Cancel()))
         self.assertIn("no make", self.model.sent[0][1]["content"])
         self.assertEqual([("lesson", "To build, look for a Makefile first.")], [(kind, text) for _, kind, _, text in facts.all()])
 
@@ -2209,7 +2242,7 @@ class TestCommands(Case):
     def test_clear_forgets_and_exit_leaves(self):
         app = self.app()
         app.agent.memory.add({"role": "user", "content": "x"})
-        self.assertIn("cleared", paicli.clear_history(app, ""))
+        self.assertIn("A new conversation", paicli.clear_history(app, ""))
         self.assertEqual([], app.agent.memory.messages())
         self.assertFalse(app.is_over)
         paicli.leave(app, "")
