@@ -3865,7 +3865,7 @@ class App:
     def on_event(self, event: dict) -> None:
         """Take an event of the agent: into the audit now, onto the screen when it is its turn."""
         self.audit.on_event(event)
-        self.events.put(event)
+        self.events.put({k: self.mask(v) if isinstance(v, str) else v for k, v in event.items()})
 
     def run_turn(self, text: str) -> str:
         """Run a turn, and learn from it if it ended badly.  Raises PaiError."""
