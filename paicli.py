@@ -114,7 +114,7 @@ def clean(text: str) -> str:
 
 def visible(text: str) -> str:
     """Return text that is safe to print: of the control characters only \\n and \\t stay."""
-    return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]",
+    return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]",
                   lambda match: match[0].encode("unicode_escape").decode("ascii"),
                   text.replace("\r\n", "\n"))
 
@@ -149,10 +149,19 @@ def redact(text: str, secrets: Iterable[str] = ()) -> str:
         text = text.replace(secret, MASK)
     for pattern in (r"(?i)(\bBearer\s+)(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,}",
                     r"(?i)(\bx-api-key['\"]?\s*[:=]\s*['\"]?)[\w.~+/=-]{8,}",
-                    r"([?&](?:api_?key|access_token)=)[^&\s'\"{}$<>]{4,}",
-                    r"(://[^/\s:@'\"]*:)[^/\s@'\"{}$<>]{2,}(?=@)"):
+                    r"([?&](?:api_?key|access_token)=)[^&\s'\"\\{}$<>]{4,}",
+                    r"(://[^/\s:@'\"\\]*:)[^/\s@'\"\\{}$<>]{2,}(?=@)"):
         text = re.sub(pattern, r"\g<1>" + MASK, text)
     return text
+
+
+def map_strings(value, function: Callable[[str], str]):
+    """Return a JSON value with each string in it, but no key, replaced by function(string)."""
+    if isinstance(value, dict):
+        return {k: map_strings(v, function) for k, v in value.items()}
+    if isinstance(value, list):
+        return [map_strings(v, function) for v in value]
+    return function(value) if isinstance(value, str) else value
 
 
 # ---- stopping and threads
@@ -389,7 +398,8 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
         barred = set(NOT_FROM_A_PROJECT) & set(values) if source == "./.env" else set()
         notices += [f"./.env sets {name}: a folder may not, so it is not used" for name in barred]
         settings.update({k: Setting(v, source) for k, v in values.items() if v and k not in barred})
-        secrets |= {v for k, v in values.items() if k.upper().endswith("API_KEY") and len(v) > 7}
+        for key in (v for k, v in values.items() if k.upper().endswith("API_KEY") and len(v) > 7):
+            secrets |= {key, json.dumps(key)[1:-1], json.dumps(key, ensure_ascii=False)[1:-1]}
     for name, value in options.items():                   # --level 2 is PAICLI_LEVEL=2, and so on
         settings["PAICLI_" + name.upper()] = Setting(value, "command line")
     numbers = {name: _number(name, default, settings)
@@ -399,7 +409,8 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
     return Config(
         cwd, pai_home, tuple(words), settings, **numbers,
         model=settings.get("PAICLI_MODEL", Config._field_defaults["model"]),
-        resume=options.get("resume", "last" if "continue" in options else ""),
+        resume=options.get("resume", "last" if "continue" in options else "") or (
+            "last" if "resume" in options else ""),
         clear="clear" in options, add_dirs=_folders(options.get("add-dir", ""), cwd),
         sandbox=_argv(settings.get("PAICLI_SANDBOX", Setting("", ""))),
         demo="demo" in options, json="json" in options, trace="trace" in options,
@@ -852,7 +863,8 @@ def _provider_at_url(config, chosen):
     url, _, model = chosen.value.partition("#")
     why_not = _why_not(chosen)
     if why_not:
-        raise ConfigError(f"{why_not}; if you mean it, say --model '{chosen.value}' yourself")
+        notice = f"PAICLI_MODEL is not used: {why_not}"
+        return choose_provider(config, "glm")._replace(notice=notice)
     # The key of a host is for that host only.
     known = [p for p in PROVIDERS.values() if p.needs_key and _host(p.base_url) == _host(url)
              and url.startswith("https://")]
@@ -1467,10 +1479,11 @@ class Toolbox:
             reason = "" if has_own else str(arguments.pop("reason", ""))
             arguments = check_value(t.parameters, arguments)
             self._on_event({"type": "call", "id": call.id, "tool": t.name, "reason": reason,
-                            "arguments": self._masked(arguments)})
+                            "arguments": map_strings(arguments, self._mask)})
             decision = self._decide(t, arguments, reason, cancel)
             self._on_event({"type": "decision", "id": call.id, "tool": t.name, "level": t.level,
-                            "arguments": self._masked(decision.arguments or arguments),
+                            "arguments": map_strings(
+                                decision.arguments or arguments, self._mask),
                             "decision": decision.kind, "by": decision.by,
                             "reason": self._mask(decision.reason)})
             if decision.kind == "deny":
@@ -1495,40 +1508,42 @@ class Toolbox:
 
     def _told(self, result, arguments, seconds):
         self._on_event({"type": "result", "id": result.call.id, "tool": result.call.name,
-                        "arguments": self._masked(arguments), "ok": result.ok, "text": result.text,
-                        "seconds": round(seconds, 3)})
+                        "arguments": map_strings(arguments, self._mask), "ok": result.ok,
+                        "text": result.text, "seconds": round(seconds, 3)})
         return result
-
-    def _masked(self, value):
-        if isinstance(value, dict):
-            return {k: self._masked(v) for k, v in value.items()}
-        if isinstance(value, list):
-            return [self._masked(v) for v in value]
-        return self._mask(value) if isinstance(value, str) else value
 
 
 # ---- providers: whatever returns a list of Tools
 
-def tools_from_module(path: str, level_at_least: int = 1) -> list[Tool]:
-    """Return the tools of a Python file, whose functions are marked with @tool.
+def tools_from_module(path: str, level_at_least: int = 1, source: bytes | None = None
+                      ) -> list[Tool]:
+    """Return the tools of a Python file, or of its `source`: functions marked with @tool.
 
-    Runs the file.  Raises ConfigError that says what is wrong with it.
+    Runs it.  Raises ConfigError that says what is wrong with it.
     """
-    import importlib.util
     # `from paicli import tool` in that file must mean this module, also when it runs as a script.
     sys.modules.setdefault("paicli", sys.modules[__name__])
-    spec = importlib.util.spec_from_file_location("paicli_tools", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module                       # dataclasses look there
-    error = Job("tools.py", spec.loader.exec_module, module).error()     # it may do anything
+    module = type(sys)("paicli_tools")
+    module.__file__ = path
+    sys.modules[module.__name__] = module                 # dataclasses look there
+
+    def load():
+        exec(compile(_bytes_of(path) if source is None else source, path, "exec"), vars(module))
+    error = Job("tools.py", load).error()                 # it may do anything
     if error:
         raise ConfigError(f"{path} was not loaded: {type(error).__name__}: {error}")
     return [t._replace(level=max(t.level, level_at_least)) for t in tools_in(module)]
 
 
+def _bytes_of(path):
+    with open(path, "rb") as f:
+        return f.read()
+
+
 def tools_from_json(path: str, run_argv: Callable[[list, Cancel], str], http: Http,
-                    level_at_least: int = 1) -> list[Tool]:
-    """Return the tools of a JSON file: [{name, description, parameters, level (default 3)}] with
+                    level_at_least: int = 1, source: bytes | None = None) -> list[Tool]:
+    """Return the tools of a JSON file, or of its `source`: a list of objects with name,
+    description, parameters, perhaps level (default 3), and
 
         "command": ["wc", "-w", "{path}"]                 an argv list, no shell
         "request": {"url": "https://host/search?q={term}", "method", "headers", "json"},
@@ -1537,11 +1552,13 @@ def tools_from_json(path: str, run_argv: Callable[[list, Cancel], str], http: Ht
     Raises ConfigError that names the entry.
     """
     try:
-        entries = json.loads(read_text(path))
+        source = _bytes_of(path) if source is None else source
+        entries = json.loads(source.decode("utf-8-sig"))
         if not isinstance(entries, list):
             raise ValueError("it should be a list: [{\"name\": ...}, ...]")
         return [_tool_from_entry(e, run_argv, http, level_at_least) for e in entries]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, ToolError) as e:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError,
+            ToolError) as e:
         raise ConfigError(f"{path} was not loaded: {e}") from None
 
 
@@ -1907,12 +1924,14 @@ def kill_tree(process: subprocess.Popen) -> None:
 class Process:
     """A running command: own process group, no input; and what it printed so far."""
 
-    def __init__(self, argv: list[str], cwd: str, output_path: str):
+    def __init__(self, argv: list[str], cwd: str, output_path: str,
+                 mask: Callable[[str], str] = lambda text: text):
         # No editor, pager or password prompt may wait for a person who isn't there.
         env = {**os.environ, "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0",
                "GIT_EDITOR": "false", "GIT_SEQUENCE_EDITOR": "false", "EDITOR": "false"}
         group = {"creationflags": 0x200} if WINDOWS else {"start_new_session": True}
         self.output_path = output_path   # the file for an output that is too long to show
+        self._mask = mask                # before anything is cut or kept
         self.n_bytes = 0                 # printed so far
         self._lock = threading.Lock()    # printed on one thread, asked for on another
         self._n_told, self._start, self._tail = 0, bytearray(), b""          # guarded by _lock
@@ -1935,16 +1954,20 @@ class Process:
             at, self._n_told = self._n_told, self.n_bytes
             data = self._tail[len(self._tail) - self.n_bytes + at:]
             n_left_out = self.n_bytes - at - HEAD_BYTES - TAIL_BYTES
-            if n_left_out > 0:
-                note = (f"\n[... {n_left_out} of {self.n_bytes} bytes left out; "
-                        f"{self._file_output()} ...]\n").encode("utf-8", "replace")
-                data = self._start[at:at + HEAD_BYTES] + note + self._tail[-TAIL_BYTES:]
-        return data.decode("utf-8", "replace").replace("\r\n", "\n").replace("\0", "\ufffd")
+            if n_left_out <= 0:
+                return self._text(data)
+            head = self._text(self._start[at:at + 2 * HEAD_BYTES])[:HEAD_BYTES]
+            return (f"{head}\n[... about {n_left_out} of {self.n_bytes} bytes left out; "
+                    f"{self._file_output()} ...]\n{self._text(self._tail)[-TAIL_BYTES:]}")
+
+    def _text(self, data):
+        text = data.decode("utf-8", "replace").replace("\r\n", "\n").replace("\0", "\ufffd")
+        return self._mask(text)
 
     def _file_output(self):
         try:
             os.makedirs(os.path.dirname(self.output_path), mode=0o700, exist_ok=True)
-            atomic_write(self.output_path, self._start, 0o600)
+            atomic_write(self.output_path, self._text(self._start).encode("utf-8"), 0o600)
         except OSError:                                   # a full disk is no reason to fail
             return "they could not be kept"
         return f"read_file {self.output_path} has the first {len(self._start)}"
@@ -1999,8 +2022,8 @@ class ShellTools:
     """The tools that run commands, at once or in the background."""
 
     def __init__(self, workspace: Workspace, spool_dir: str, timeout_s: float = 120,
-                 sandbox: Iterable[str] = ()):
-        self.workspace, self.timeout_s = workspace, timeout_s
+                 sandbox: Iterable[str] = (), mask: Callable[[str], str] = lambda text: text):
+        self.workspace, self.timeout_s, self._mask = workspace, timeout_s, mask
         self.sandbox = list(sandbox)     # PAICLI_SANDBOX: argv that runs what stands behind it
         self.spool_dir = os.path.realpath(spool_dir)      # long outputs, removed by close()
         self._tasks = {}                 # id -> Process in the background
@@ -2016,7 +2039,7 @@ class ShellTools:
         try:
             if self.sandbox:
                 argv = [a.replace("{cwd}", self.workspace.root) for a in self.sandbox] + argv
-            process = Process(argv, self.workspace.root, path)
+            process = Process(argv, self.workspace.root, path, self._mask)
         except (OSError, ValueError) as e:
             raise ToolError(f"could not be started: {e}") from None
         self._running = [p for p in self._running if has_group(p.popen)] + [process]
@@ -2043,8 +2066,9 @@ class ShellTools:
         background: return at once with an id for task_output and task_stop
         timeout_s: kill it after so many seconds; 0 means the default
         """
-        # A sandbox has a shell of its own, perhaps another system's.
-        argv = ["sh", "-c", command] if self.sandbox else shell_argv(command)
+        # A sandbox may be another system, with or without a bash.
+        any_shell = 'command -v bash >/dev/null && exec bash -c "$0"; exec sh -c "$0"'
+        argv = ["sh", "-c", any_shell, command] if self.sandbox else shell_argv(command)
         outside_quotes = re.sub(r"'[^']*'|\"(\\.|[^\"\\])*\"", "", command)
         if isinstance(argv, list) and re.search(r">\s*nul(?![\w./-])", outside_quotes, re.I):
             raise ToolError("the shell is not cmd: write /dev/null instead of nul")
@@ -2317,72 +2341,88 @@ def _same(arguments):
 # hide anything from them.  PAICLI_SANDBOX puts a real one (bwrap, docker) around each command.
 # Tests: TestApproval (exercise, 2 of 3 stars).  Try: /policy, /audit, PAICLI_LEVEL.
 
-_SHELL = r"(?:ba|da|z|k|fi)?sh"
+WRITERS = ("write_file", "edit_file", "create_project")             # shown as a diff
+
+_SHELL = r"(?:ba|da|a|z|k|fi)?sh"
 _RUNS = rf"(?:{_SHELL}|python[\d.]*|perl|ruby|node|php)"
-_ALL = r"(?=.* (?:-\w*[rR]|--recursive))"
-_DISK = r"/dev/(?:[shv]d[a-z]|xvd|nvme|mmcblk|r?disk\d|mapper/)"
+_ALL = r"(?=.* (?:-\w*[rR]|--r))"
+_DISK = r"/dev/(?:[shv]d[a-z]|xvd|nvme|mmcblk|r?disk|mapper/|dm-|md\d)"
 # (what a simple command looks like, verdict, why).  It is matched from its start, with quotes and
 # variables resolved and the program's folder left out.  "/" stands for any path whose loss is a
-# catastrophe (the disk, a system folder, the home, the workspace, what they lie in), and a
-# command that reads a pipe begins with "| "; "text: " is followed by the whole text.
+# catastrophe (the disk, a system folder, the home, what they lie in), "." for the workspace.  What
+# reads a pipe has the commands before it in front: "curl x | sh".  "text: " is all as written.
 RULES = (
-    (rf"rm{_ALL}.* /(?= |$)", "refuse", "deletes a whole disk, home or workspace"),
-    (r"find(?: /)+(?: -(?:x?dev|mount|depth|\w*depth \d+|type \w))* -(?:delete|exec rm)",
+    (rf"rm{_ALL}.* [/.](?= |$)|.* /(?: .*)? \| xargs (?:.* )?rm(?= |$)",
      "refuse", "deletes a whole disk, home or workspace"),
-    (r"(?:mkfs|mke2fs|wipefs)\b|format [a-z]:", "refuse", "formats a disk"),
-    (rf".* (?:[a-z]+=|>+ ){_DISK}|(?:cp|mv|tee|shred)\b.* {_DISK}", "refuse", "overwrites a disk"),
-    (r"text: [\s\S]*?(:|\w{1,40})\s*\(\s*\)\s*\{\s*\1\s*\|\s*\1\s*&", "refuse", "is a fork bomb"),
-    (r"(?:shutdown|reboot|halt|poweroff)\b|init [06]\b|systemctl (?:poweroff|reboot|halt)",
-     "refuse", "turns this machine off"),
-    (rf"\| {_RUNS}(?: -(?![cem])\S*)*(?: -s .*)?$|(?:{_SHELL}|source|\.)(?: -\S+)* <$"
+    (r"find(?: -[HLP])*(?: [/.])*(?: -(?:x?dev|mount|depth|\w*depth \d+|type \w))* "
+     r"-(?:delete|exec (?:\S*/)?rm(?= |$))", "refuse", "deletes a whole disk, home or workspace"),
+    (r"(?:mkfs(?:\.\w+)?|mke2fs|mkswap|wipefs|blkdiscard)(?= |$)|format [a-z]:",
+     "refuse", "formats a disk"),
+    (rf"(?:.* )?(?:of=|&?>[>|]? ){_DISK}|(?:cp|mv)\b.* {_DISK}\S*$|(?:tee|shred)\b.* {_DISK}",
+     "refuse", "overwrites a disk"),
+    (r"text: (?:.* )?(:|\w{1,40}) \(\) \{ \1 ¦ \1 &", "refuse", "is a fork bomb"),
+    (r"(?:shutdown|reboot|halt|poweroff)(?= |$)|(?:tel)?init [06]|kill (?:-\S+ )+-1$"
+     r"|systemctl (?:-\S+ )*(?:poweroff|reboot|halt)", "refuse", "ends all that runs here"),
+    (rf".*\b(?:curl|wget|base64|xxd|openssl)\b.* \| {_RUNS}(?: -(?![cem])\S*)*$"
+     rf"|.* \| {_SHELL}(?: -(?![cn])\S*)*(?: -s .*)?$"
+     rf"|text: .*\b(?:{_SHELL}|source|\.)(?: -\S+)* < \( (?:curl|wget)"
      rf"|(?:{_SHELL}|eval) .*(?:\$\(|`) *(?:curl|wget)",
      "ask", "runs what comes out of a pipe or a download"),
-    (r"(?:sudo|doas|su|pkexec|runas)(?: |$)", "ask", "asks for more rights"),
-    (r"git (?:-\S+ (?:[^-]\S* )?)*push .*(?:-\w*f\b|--(?:force|mirror|delete)| \+\S)", "ask",
-     "overwrites what others may have"),
-    (rf"(?:chmod|chown|chgrp){_ALL}.* /(?= |$)", "ask", "changes a whole disk, home or workspace"),
-    (r"mv (?:.* )?/ ", "ask", "moves a whole home or workspace"),
-    (r"\$", "ask", "has a program name that only the shell will know"),
+    (r"(?:sudo|doas|su|pkexec|runas)(?= |$)", "ask", "asks for more rights"),
+    (r"git (?:-\S+ (?:[^-]\S* )?)*push(?=.* (?:-\w*[fd](?= |$)|--(?:force|mirror|delete|prune)"
+     r"|[+:]\S))", "ask", "overwrites what others may have"),
+    (rf"(?:chmod|chown|chgrp){_ALL}.* /(?= |$)", "ask", "changes a whole disk or home"),
+    (r"mv (?:.* )?/(?= )", "ask", "moves a whole disk or home"),
+    (r"[$-].* /(?= |$)", "ask", "has a program name that only the shell will know"),
 )
-# Commands that run another one: what follows them is judged too.
+# Commands that run another one.  Options of theirs may stand between, so each later word is tried.
 _WRAPPERS = set("sudo doas pkexec command builtin exec env nohup nice ionice time timeout xargs "
-                "watch setsid stdbuf busybox ssh".split())
-_KEYWORDS = set("then do else elif if while until ! { time export local declare readonly".split())
+                "watch setsid stdbuf busybox ssh flock taskset unshare parallel coproc "
+                "function".split())
+_KEYWORDS = set("then do else elif if while until ! { export local declare typeset "
+                "readonly".split())
 
 _SHELL_TOKEN = re.compile(r"""
     (?P<blank> [ \t\r]+ | \\\r?\n | (?<![^\s;&|()]) \#[^\n]* )
   | (?P<end> \n | ;;? | &&? (?!>) | \|[|&]? | [()`] )
-  | (?P<redirect> &?>[>&|]? | <<?<?&? )
+  | (?P<redirect> &?>[>&|]? | <<-(?!<) | <<?<?&? )
   | (?P<word> (?: \\. | '[^']*' | "(?:\\.|[^"\\])*" | \$'(?:\\.|[^'\\])*'
                 | [^\s;&|()`<>'"\\] )+ )""", re.X | re.S)
 _QUOTED = re.compile(r"""\\(.) | '([^']*)' | "((?:\\.|[^"\\])*)" | \$'((?:\\.|[^'\\])*)'""",
                      re.X | re.S)
+# The way models write a long message: "$(cat <<'EOF' ...)".  Nothing in it runs.
+_DOCUMENT = re.compile(r"\"\$\(cat <<-?[ ]*['\"\\](\w+)['\"]?\n.*?^\s*\1\s*\)\"", re.S | re.M)
 
 
 def split_shell(text: str) -> Iterator[tuple[str, list[str]]]:
     """Yield the simple commands of a shell text: (what stands before it, its words as written).
 
-    "cd x && ls 'a b' | wc" -> ("", ["cd", "x"]), ("&&", ["ls", "'a b'"]), ("|", ["wc"]).
+    "(cd x && ls 'a b') | wc" -> ("(", ["cd", "x"]), ("&&", ["ls", "'a b'"]), (")|", ["wc"]).
     A here-document is a word of its command.  Raises ValueError for a quote that does not end.
     """
-    before, words, at, delimiters = "", [], 0, []
+    before, words, at, documents = "", [], 0, []
     while at < len(text):
         match = _SHELL_TOKEN.match(text, at)
         if not match:
             raise ValueError("a quote does not end")
         token, at = match[0], match.end()
         if match.lastgroup == "end":
-            for name in delimiters if token == "\n" else ():
-                body = re.compile(rf"(.*?)^\t*{re.escape(name)}$|.*\Z", re.S | re.M).match(text, at)
-                words.append("'" + (body[1] or body[0]).replace("'", "'\\''") + "'")
-                at = body.end()
-            delimiters = [] if token == "\n" else delimiters
+            for name in documents if token == "\n" else ():
+                last = re.escape(re.sub(r"[$'\"\\]", "", name))
+                body = re.compile(rf"(.*?)^\t*{last}\r?$", re.S | re.M).match(text, at)
+                if body:                 # in an unquoted one, $(...) runs
+                    is_text = re.search(r"['\"\\]", name)
+                    words.append("'" + body[1].replace("'", "'\\''") + "'" if is_text else
+                                 '"' + body[1].replace('"', '\\"') + '"')
+                    at = body.end()
+            documents = [] if token == "\n" else documents
             if words:
                 yield before, words
-            before, words = token, []
+                before, words = "", []
+            before += token
         elif match.lastgroup != "blank":
-            if words and re.fullmatch(r"<<-?", words[-1]):
-                delimiters.append(re.sub(r"['\"\\-]", "", token))
+            if words and words[-1] in ("<<", "<<-"):
+                documents.append(token)
             words.append(token)
     if words:
         yield before, words
@@ -2400,35 +2440,71 @@ class ShellReader:
 
         "cd ~ && r''m -rf *" -> "cd /", "rm -rf /"
         """
-        yield "text: " + text
-        folder = self.root
-        for before, written in split_shell(text):
-            for word in written:
-                for double_quoted in re.findall(r"'[^']*'|\"((?:\\.|[^\"\\])*)\"", word):
-                    for inner in re.split(r"\$\(|`", double_quoted)[1:]:
-                        yield from self.commands(inner)
-            words = [w for part in written for w in self._resolved(part)]
-            while words and (words[0] in _KEYWORDS or self._assigns(words[0])):
-                words.pop(0)
+        parts = list(split_shell(_DOCUMENT.sub("text", text)))
+        written = [w for before, words in parts for w in (before, *words) if w]
+        yield "text: " + " ".join("quoted" if re.search("['\"]", w) else w for w in written
+                                  ).replace("|", "¦")
+        folders, pipe, assigned = [self.root], "", []
+        for before, written in parts:
+            for inner in self._substituted(written):
+                yield from self.commands(inner)
+            if "`" in before:            # x=`...`: only the shell will know
+                self.variables.update(dict.fromkeys(assigned))
+            folders += folders[-1:] * before.count("(")
+            del folders[max(1, len(folders) - before.count(")")):]
+            words, assigned = self._begin([w for part in written for w in self._resolved(part)])
             if not words:
                 continue
-            if words[0] in ("for", "select", "read"):
-                self.variables.update((name, None) for name in words[1:])
-            yield from self._with_inner(words, folder, "| " if before.startswith("|") and
-                                        before != "||" else "")
-            if words[0] in ("cd", "pushd"):
-                folder = os.path.join(folder, self._path(words[-1]) if words[1:] else self.home)
+            lines = list(self._with_inner(words, folders[-1]))
+            pipe = pipe if re.search(r"(?<!\|)\|&?$", before) else ""
+            yield from (pipe + line for line in lines)
+            pipe = (pipe + lines[0] + " | ")[-2000:]
+            folders[-1] = self._after(words, folders[-1])
 
-    def _with_inner(self, words, folder, prefix):
+    def _substituted(self, written):
+        """The texts of $(...) and `...` within double quotes."""
+        for word in written:
+            for quoted in re.findall(r"'[^']*'|\"((?:\\.|[^\"\\])*)\"", word):
+                yield from re.findall(r"(?<!\\)`([^`]*)`", quoted)
+                yield from re.split(r"(?<!\\)\$\(", quoted)[1:]
+
+    def _begin(self, words):
+        """-> (the words from the program's name on, the variables set before it)"""
+        assigned = []
+        while words:
+            match = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", words[0], re.S)
+            if match:
+                self.variables[match[1]] = None if "$" in match[2] else match[2]
+                assigned.append(match[1])
+            elif re.fullmatch(r"&?[<>]+[&|-]?", words[0]) and words[2:]:
+                words = words[2:] + ["", *words[:2]]      # > file comes at the end
+                continue
+            elif words[0] not in _KEYWORDS:
+                break
+            words = words[1:]
+        return words, assigned
+
+    def _after(self, words, folder):
+        """The folder after a command; and what it does to variables."""
+        if words[0] in ("for", "select", "read", "printf", "getopts", "mapfile"):
+            worst = next((w for w in words[3:] if self._marked(w, folder) == "/"), None)
+            self.variables.update((w, worst) for w in words[1:] if w.isidentifier())
+        if words[0] in ("cd", "pushd"):
+            to = next((w for w in words[1:] if not w.startswith("-")), "~")
+            folder = os.path.join(folder, self._path("~" if re.match(r"\d?$|[<>]", to) else to))
+            self.variables["PWD"] = folder
+        return folder
+
+    def _with_inner(self, words, folder):
         """The command itself, and whatever it is given to run: "sudo x", "bash -c 'x'"."""
-        is_wrapper = os.path.basename(words[0]) in _WRAPPERS
+        is_wrapper = os.path.basename(words[0]) in _WRAPPERS and words[1:2] != ["-v"]
         if is_wrapper and len(words) > 200:
             raise ValueError("it is too long")
-        marked = ["/" if self._is_precious(w, folder) else w for w in words]
+        marked = [self._marked(w, folder).replace("|", "¦") for w in words]
         for i in range(len(words) if is_wrapper else 1):
             name, rest = os.path.basename(words[i]), words[i + 1:]
-            yield prefix + " ".join([name, *marked[i + 1:]])
-            if re.fullmatch(_SHELL, name) or name in ("eval", "su", "ssh", "trap"):
+            yield " ".join([name, *marked[i + 1:]])
+            if re.fullmatch(_SHELL, name) or name in ("eval", "su", "ssh", "trap", "env"):
                 for inner in (" ".join(rest), *rest):
                     if re.search(r"\s", inner):
                         yield from self.commands(inner)
@@ -2446,7 +2522,7 @@ class ShellReader:
                 inner = self._expand(re.sub(r"\\([$`\"\\\n])", r"\1", inner))
             elif m.lastindex == 4:       # $'with escapes'
                 inner = inner.encode("latin-1", "replace").decode("unicode_escape", "replace")
-            out.append(inner)
+            out.append("" if m[1] == "\n" else inner)
         text = "".join(out) + self._expand(word[at:])
         return text.split() if word.startswith("$") or "${IFS}" in word else [text]
 
@@ -2454,26 +2530,25 @@ class ShellReader:
         def value(match):
             known = self.variables.get(match[1], match[2] or "")
             return match[0] if known is None else known
-        return re.sub(r"\$\{?([A-Za-z_]\w*)(?::?[-=]([^}]*)\}|\}|)", value, text)
-
-    def _assigns(self, word):
-        match = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word, re.S)
-        if match:
-            self.variables[match[1]] = None if "$" in match[2] else match[2]
-        return match
+        # $NAME, ${NAME}, ${NAME:-default}, ${NAME%/} and the like
+        return re.sub(r"\$(?:\{(?=\w+[^\w}]?[^}]*\}))?([A-Za-z_]\w*)(?::?[-=]([^}]*)\}|[^\w}]*\}|)",
+                      value, text)
 
     def _path(self, word):
         return re.sub(r"^~(?=/|$)", lambda m: self.home, word)
 
-    def _is_precious(self, word, folder):
-        """True for a path that holds the workspace, the home or a part of the system."""
-        if not re.match(r"[~/.*]|[A-Za-z]:", word):
-            return False
+    def _marked(self, word, folder):
+        """ "/" or "." for a path that RULES have so, else the word."""
+        if not word or word[0] in "-$" or "\n" in word:
+            return word
         path = os.path.normpath(os.path.join(folder, self._path(word)))
-        folder, last = os.path.split(path)
-        path = folder if re.fullmatch(r"[.*?]*\*[.*?]*|\.\[!\.\]\*", last) else path
-        is_top = re.fullmatch(r"/+([^/]*)", path) and path != "/tmp" or re.fullmatch(r"~\w*", word)
-        return is_top or _is_in(self.root, path) or _is_in(self.home, path)
+        parent, last = os.path.split(path)
+        path = parent if re.fullmatch(r"[.*?]*\*[.*?]*|\.\[!\.\]\*", last) else path
+        if path == self.root != self.home:
+            return "."
+        is_system = re.fullmatch(r"/+(?!tmp$)(?:[^/]*|(?:usr|var|etc|System|Library)/(?!tmp$)[^/]+)"
+                                 r"|.*/~\w*", path)
+        return "/" if is_system or _is_in(self.root, path) or _is_in(self.home, path) else word
 
 
 def judge(command: str, root: str, home: str, variables: dict) -> tuple[str, str]:
@@ -2482,22 +2557,34 @@ def judge(command: str, root: str, home: str, variables: dict) -> tuple[str, str
     `root` is where it starts, `home` the person's folder, `variables` what the shell will know.
     """
     found = {}
+    reader = ShellReader(root, home, {**variables, "IFS": " ", "HOME": home, "PWD": root})
     try:
-        for line in ShellReader(root, home, {"IFS": " ", "HOME": home, "PWD": root, **variables}
-                                ).commands(command):
+        for line in reader.commands(command):
             for pattern, verdict, why in RULES:
-                if re.match(rf"(?:\| )?(?:{pattern})", line):
+                if re.match(rf"(?:.* \| )?(?:{pattern})", line):
                     found.setdefault(verdict, f"{why} ({one_line(line, 60)})")
     except (ValueError, RecursionError) as e:
         found["ask"] = f"can't be read ({e})"
     return next(((v, found[v]) for v in ("refuse", "ask") if v in found), ("", ""))
 
 
+def judge_call(workspace: Workspace, environ: dict, tool: Tool, arguments: dict
+               ) -> tuple[str, str]:
+    """Return (verdict, why) on a call: on its command, or on a file that makes others run."""
+    if tool.name in WRITERS:
+        parts = re.split(r"[\\/]", workspace.resolve(str(arguments.get("path", "."))))
+        runs = {".git", ".paicli"} & set(parts) or parts[-1] == ".env"
+        return ("ask", "changes what PaiCLI or git will run or use") if runs else ("", "")
+    command = arguments.get("command")
+    if tool.level == 1 or not isinstance(command, str):
+        return "", ""
+    return judge(command, workspace.root, os.path.expanduser("~"), environ)
+
+
 # ---- the person decides
 
 ANSWERS = "[y]es, [n]o (and why), [a]lways, [e]dit, [d]etails; Enter means no: "
 MAX_SHOWN_LINES = 16                     # of a diff, until details are asked for
-WRITERS = ("write_file", "edit_file", "create_project")             # shown as a diff
 
 
 def preview(files: FileTools, tool: Tool, arguments: dict) -> str:
@@ -2541,7 +2628,7 @@ class Approver:
 
     def __init__(self, level: int, ask: Callable[[str, Cancel], str | None],
                  preview: Callable[[Tool, dict], str],
-                 judge: Callable[[str], tuple[str, str]] = lambda command: ("", "")):
+                 judge: Callable[[Tool, dict], tuple[str, str]] = lambda tool, arguments: ("", "")):
         self.level = level               # up to this, nobody is asked
         self.grants = []                 # of grant_key: always allowed, in this session
         self._ask, self._preview, self._judge = ask, preview, judge
@@ -2557,9 +2644,7 @@ class Approver:
 
     def _unasked(self, tool, arguments):
         """-> (the Decision that needs nobody, "") or (None, why a rule wants the person asked)."""
-        command = arguments.get("command")
-        is_command = isinstance(command, str) and tool.level > 1
-        verdict, why = self._judge(command) if is_command else ("", "")
+        verdict, why = self._judge(tool, arguments)
         if verdict == "refuse":
             return Decision("deny", f"a rule of PaiCLI refuses this: it {why}", by="rule"), ""
         if not verdict and tool.level <= self.level:
@@ -2676,27 +2761,28 @@ class Trust:
         self.path = path                 # lines of "SHA-256  real path", as sha256sum writes them
         self._ask = ask
 
-    def allows(self, path: str, what: str) -> bool:
-        """True if this content of this file is trusted, or is now: the person is shown it.
+    def read(self, path: str, what: str) -> bytes | None:
+        """Return the file's content if it is trusted, or is now: the person is shown it.
 
-        `what` says what it would do.  Without a terminal the answer is no.
+        `what` says what it would do.  Without a terminal the answer is no.  The content is to be
+        used as returned: the file may change while the person reads.
         """
         with open(path, "rb") as f:
             content = f.read()
         real, known = os.path.realpath(path), read_text(self.path).split("\n")
         entry = f"{_digest(content)}  {real}"
         if entry in known:
-            return True
+            return content
         if any(line.endswith("  " + real) for line in known):
             what = "has changed since you trusted it, and " + what
         shown = visible(redact(content.decode("utf-8", "replace"))).replace("\n", "\n    ")
         answer = self._ask(f"⚠️ {visible(path)} {what}. It says:\n    {shown}\n"
                            f"Do you trust {visible(os.path.basename(path))}? [y/N] ", Cancel())
         if (answer or "").strip().lower() not in ("y", "yes"):
-            return False
+            return None
         with contextlib.suppress(OSError):                # then it is asked again next time
             append_private(self.path, entry + "\n")
-        return True
+        return content
 
 
 # =============================================================================
@@ -2810,7 +2896,7 @@ class Memory:
 
     def __init__(self, store: Store, folder: str, mask: Callable[[str], str] = lambda text: text):
         self.store, self.folder = store, os.path.realpath(folder)
-        self._mask = mask
+        self.mask = mask
         self.clear()
 
     def clear(self) -> None:
@@ -2824,7 +2910,10 @@ class Memory:
 
     def add(self, *messages: dict) -> None:
         """Store messages, all or none, before anybody uses them.  Secrets are masked."""
-        bodies = [clean(self._mask(json.dumps(m, ensure_ascii=False))) for m in messages]
+        bodies = [clean(json.dumps(map_strings(m, self.mask), ensure_ascii=False))
+                  for m in messages]
+        if messages[0]["role"] == "user":                 # what an error cut short goes on whole
+            self._messages = repaired(self._messages)
         with self.store.transaction() as run:
             latest = run("SELECT max(id) FROM messages WHERE session_id = ?", self.session_id)
             if self.session_id is None or latest.fetchone()[0] != self._last_id:
@@ -2898,7 +2987,7 @@ class Memory:
         last = max((m.get("id", 0) for m in old), default=0)
         if last:
             self.store.run("UPDATE sessions SET summary = ?, summarised_to = ? WHERE id = ?",
-                           clean(self._mask(summary)), last, self.session_id)
+                           clean(self.mask(summary)), last, self.session_id)
         self.summary, self._messages, self.measured = summary, kept, None
 
     def delete_all(self) -> None:
@@ -2935,8 +3024,10 @@ def _parsed(rows):
     messages = []
     for id_, body in rows:
         message = _json(body)
-        if _get(message, "role", str) in ("user", "assistant", "tool"):
-            messages.append({**message, "id": id_})
+        with contextlib.suppress(LookupError, TypeError, AttributeError):
+            message_text(message), [c["id"] for c in message.get("tool_calls") or ()]
+            if message["role"] in ("user", "assistant", "tool"):
+                messages.append({**message, "id": id_})
     return messages, len(rows) - len(messages)
 
 
@@ -3194,7 +3285,7 @@ def reflect(agent: Agent, facts: Facts, cancel: Cancel) -> str:
 
 
 class Undo:
-    """Remembers what files were before a turn wrote them."""
+    """Remembers what files were before a turn wrote them, but never one that holds a secret."""
 
     def __init__(self, memory: Memory):
         self.memory = memory
@@ -3205,9 +3296,11 @@ class Undo:
         if os.path.exists(path):
             with open(path, "rb") as f:
                 before, mode = f.read(), stat.S_IMODE(os.fstat(f.fileno()).st_mode)
+        text = (before or b"").decode("utf-8", "replace")
         where = (self.memory.session_id or 0, self.memory.turn, path)
-        with self.memory.store.transaction() as run:      # the first of a turn counts
-            run("INSERT OR IGNORE INTO undo VALUES (?, ?, ?, ?, ?, '')", *where, before, mode)
+        with self.memory.store.transaction() as run:
+            if self.memory.mask(text) == text:            # the first of a turn counts
+                run("INSERT OR IGNORE INTO undo VALUES (?, ?, ?, ?, ?, '')", *where, before, mode)
             run("UPDATE undo SET after = ? WHERE session_id = ? AND turn = ? AND path = ?",
                 _digest(data), *where)
             save_file(path, data)
@@ -3218,29 +3311,30 @@ class Undo:
         A file that was changed since then stays as it is.
         """
         rows = self.memory.store.run(
-            "SELECT turn, path, before, mode, after FROM undo WHERE session_id = ? AND turn = "
+            "SELECT rowid, path, before, mode, after FROM undo WHERE session_id = ? AND turn = "
             "(SELECT max(turn) FROM undo WHERE session_id = ?)",
             *[self.memory.session_id or 0] * 2)
-        lines = [self._restore(*row[1:]) for row in rows]
-        if rows:
-            self.memory.store.run("DELETE FROM undo WHERE session_id = ? AND turn = ?",
-                                  self.memory.session_id or 0, rows[0][0])
-        return lines
+        return [self._restore(*row) for row in rows]
 
-    def _restore(self, path, before, mode, after):
+    def _restore(self, rowid, path, before, mode, after):
         try:
-            with open(path, "rb") as f:
-                if _digest(f.read()) != after:
-                    return f"left as it is, because it was changed since: {path}"
-            if before is not None:
-                atomic_write(path, before, mode)
-                return f"restored: {path}"
-            os.remove(path)
-            self._remove_empty(os.path.dirname(path))
-            return f"removed again: {path}"
+            is_other = os.path.realpath(path) != path or os.path.lexists(path) and (
+                not os.path.isfile(path) or _digest(_bytes_of(path)) != after)
+            if is_other:
+                done = "left as it is, because it was changed since"
+            elif before is not None:
+                save_file(path, before)
+                os.chmod(path, mode)
+                done = "restored"
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(path)
+                self._remove_empty(os.path.dirname(path))
+                done = "removed again"
         except OSError as e:
             return f"could not be restored: {path}: {e.strerror}"
-
+        self.memory.store.run("DELETE FROM undo WHERE rowid = ?", rowid)
+        return f"{done}: {path}"
 
     def _remove_empty(self, folder):
         """Remove the folders that were made for a file."""
@@ -3405,7 +3499,7 @@ def resume_session(app, arguments: str) -> str:
 
 def show_context(app, arguments: str) -> str:
     """Show the layers of the next request."""
-    agent, notes = app.agent, clip(app.mask(app.project_notes), 20000)
+    agent, notes = app.agent, app.project_notes
     layers = (("system", agent.system), ("project notes", notes),
               ("facts and lessons", agent.known), ("summary", app.memory.background()),
               ("tool schemas", json.dumps(agent.toolbox.schemas(), ensure_ascii=False)))
@@ -3464,35 +3558,40 @@ def load_plugins(app) -> list[str]:
     app.agent.toolbox.remove(app.plugin_names)
     app.plugin_names, notices = [], []
     home, folder = os.path.realpath(app.config.home), os.path.join(app.config.cwd, ".paicli")
-    loaders = {"tools.py": tools_from_module, "tools.json": lambda path, level: tools_from_json(
-        path, app.shell.run_argv, app.http, level)}
+    loaders = {"tools.py": tools_from_module, "tools.json": lambda path, *rest: tools_from_json(
+        path, app.shell.run_argv, app.http, *rest)}
     places = [(home, 1)] + [(folder, 3)] * (os.path.realpath(folder) != home)
     for (base, level), (name, load) in itertools.product(places, loaders.items()):
-        path = os.path.join(base, name)
+        path, source = os.path.join(base, name), None
         if not os.path.isfile(path):
             continue
-        if base == folder and not app.trust.allows(path, "would run code on this machine"):
-            notices.append(f"⚠️ {path} is not loaded: it needs your trust")
-            continue
+        if base == folder:
+            source = app.trust.read(path, "would run code on this machine")
+            if source is None:
+                notices.append(f"{path} is not loaded: it needs your trust")
+                continue
         try:
-            loaded = load(path, level)
+            loaded = load(path, level, source)
             app.agent.toolbox.add(loaded)
             app.plugin_names += [t.name for t in loaded]
         except ConfigError as e:
-            notices.append(f"⚠️ {e}")
+            notices.append(str(e))
     app.agent.system = system_prompt(app.config.cwd, app.agent.toolbox.tools,
-                                     app.mask(app.project_notes))
+                                     app.project_notes)
     return notices
 
 
 def trust_env(app) -> None:
     """Ask about a ./.env that sends what you write to a stranger's host; if yes, it counts."""
-    settings, sent = app.config.settings, []
+    settings, sent = app.config.settings, {}
     for name, s in settings.items():
         if re.fullmatch(r"PAICLI_MODEL|SEARXNG_URL|\w+_BASE_URL", name) and "://" in s.value:
             with contextlib.suppress(ConfigError):        # not a URL: that is said where it is used
-                sent += [f"{name} to {s.value}"] * is_strangers_host(s)
-    if sent and app.trust.allows(os.path.join(app.config.cwd, ".env"), "sets " + ", ".join(sent)):
+                sent.update({name: s.value} if is_strangers_host(s) else {})
+    what = "sets " + ", ".join(f"{name} to {url}" for name, url in sent.items())
+    content = sent and app.trust.read(os.path.join(app.config.cwd, ".env"), what)
+    values = parse_dotenv((content or b"").decode("utf-8-sig", "replace"))[0]
+    if sent and all(values.get(name) == url for name, url in sent.items()):
         trusted = {name: s._replace(source="your ./.env") if s.source == "./.env" else s
                    for name, s in settings.items()}
         app.config = app.config._replace(
@@ -3802,7 +3901,7 @@ def _is_readable(stream, seconds):
 
 def ask(question: str, cancel: Cancel) -> str | None:
     """Return what the person answers on the terminal, None if there is none; Ctrl-C cancels."""
-    if not is_terminal(sys.stdin):
+    if not (is_terminal(sys.stdin) and is_terminal(sys.stderr)):
         return None
     if WINDOWS:                                           # what was typed ahead is no answer
         import msvcrt
@@ -3838,8 +3937,7 @@ class App:
         self.notices = list(config.notices)               # what to tell the person at the start
         self.trace, self.is_over = config.trace, False
         self.plugin_names = []           # tools that came from the person's own files
-        self.project_notes = read_text(os.path.join(config.cwd, "AGENTS.md")) or \
-            read_text(os.path.join(config.cwd, "CLAUDE.md"))
+        self.project_notes = ""          # AGENTS.md or CLAUDE.md of the folder
         self.http = Http(config.proxies)
         self.trust = Trust(os.path.join(config.home, "trust"), self.ask)
         self.cancel = Cancel()           # of what runs now
@@ -3865,7 +3963,7 @@ class App:
     def on_event(self, event: dict) -> None:
         """Take an event of the agent: into the audit now, onto the screen when it is its turn."""
         self.audit.on_event(event)
-        self.events.put({k: self.mask(v) if isinstance(v, str) else v for k, v in event.items()})
+        self.events.put(map_strings(event, self.mask))
 
     def run_turn(self, text: str) -> str:
         """Run a turn, and learn from it if it ended badly.  Raises PaiError."""
@@ -3891,7 +3989,7 @@ class App:
         def on_trace(kind, body):
             if self.trace:
                 self.events.put({"type": "trace", "kind": kind,
-                                 "body": json.loads(self.mask(json.dumps(body)))})
+                                 "body": map_strings(body, self.mask)})
         self.agent.model = ChatModel(self.http, provider, on_trace,
                                      self.config.context_window)
         return provider.notice
@@ -3913,12 +4011,15 @@ def build(config: Config) -> App:
     app.audit = Audit(os.path.join(config.home, "audit"), lambda: app.memory.session_id)
     workspace = Workspace(config.cwd, config.add_dirs, config.home)
     app.files = FileTools(workspace, app.undo.save_file)
+    for name in ("CLAUDE.md", "AGENTS.md"):
+        with contextlib.suppress(ToolError):              # none, a pipe, a link out of the folder
+            app.project_notes = app.mask(clip(app.files.load(name)[1].text, 20000))
     spool_dir = os.path.join(config.home, f"output-{os.getpid()}-{random.getrandbits(32):08x}")
-    app.shell = ShellTools(workspace, spool_dir, config.command_timeout_s, config.sandbox)
-    home, variables = os.path.expanduser("~"), {k: s.value for k, s in config.settings.items()}
+    app.shell = ShellTools(workspace, spool_dir, config.command_timeout_s, config.sandbox,
+                           app.mask)
     app.approver = Approver(config.level, app.ask,
                             lambda tool, arguments: preview(app.files, tool, arguments),
-                            lambda command: judge(command, workspace.root, home, variables))
+                            functools.partial(judge_call, workspace, dict(os.environ)))
     toolbox = Toolbox(app.approver.decide, app.on_event, app.mask)
     toolbox.add(builtin_tools(app.files, app.shell) + tools_in(app.memory))
     app.compact = Compactor(lambda: getattr(app.agent.model, "window", 0), app.on_event)
@@ -4107,7 +4208,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except (ConfigError, FileNotFoundError) as e:         # not found: the folder we are in
-        print(f"❌ Error: {e}", file=sys.stderr)
+        print(f"❌ Error: {redact(str(e))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
