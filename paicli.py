@@ -2912,8 +2912,10 @@ class Memory:
         """Store messages, all or none, before anybody uses them.  Secrets are masked."""
         bodies = [clean(json.dumps(map_strings(m, self.mask), ensure_ascii=False))
                   for m in messages]
-        if messages[0]["role"] == "user":                 # what an error cut short goes on whole
-            self._messages = repaired(self._messages)
+        if messages[0]["role"] == "user":                 # a turn that an error cut short is mended
+            last = next((i for i in range(len(self._messages) - 1, 0, -1)
+                         if self._messages[i]["role"] == "user"), 0)
+            self._messages[last:] = repaired(self._messages[last:])
         with self.store.transaction() as run:
             latest = run("SELECT max(id) FROM messages WHERE session_id = ?", self.session_id)
             if self.session_id is None or latest.fetchone()[0] != self._last_id:

@@ -2574,8 +2574,8 @@ class TestTerminal(Case):
         self.write("work/.env", f"GLM_API_KEY={secret}\nGLM_BASE_URL={server.url}\n")
         self.write("work/notes", f"the key is {secret}\n")
         proxy = {"http_proxy": "http://me:pr0xy-pass@127.0.0.1:1", "NO_PROXY": "127.0.0.1"}
-        runs = [self.run_in(*args, **proxy) for args in (("--yes", f"use {secret} @notes"), ("-c", "--trace", "again"), ("/save", secret),
-                                                         ("/memory",), ("/audit",), ("-c", "/context"), ("--json", "x"))]
+        runs = [self.run_in(*args, **proxy) for args in (("--yes", f"use {secret} @notes"), ("-c", "--trace", "again"),
+                                                         ("/save", secret), ("/memory",), ("/audit",), ("--json", "x"))]
         kept = [os.path.join(folder, name) for folder, _, names in os.walk(self.home) for name in names]
         self.assertEqual({"paicli.db", "audit"}, {os.path.relpath(path, self.home).split(os.sep)[0].split("-")[0] for path in kept})
         for path in kept:
