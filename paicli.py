@@ -143,16 +143,18 @@ def clip(text: str, limit: int) -> str:
     return f"{text[:head]}\n[... {len(text) - limit} characters left out ...]\n{text[-tail:]}"
 
 
+# What shows that a secret follows: Bearer, x-api-key: or =, ?api_key=, and ://name: before an @.
+_SECRET = r"""(?x) (\b(?i:Bearer)\s+) (?=[\w.~+/=-]*\d) [\w.~+/=-]{8,}
+    | (\b(?i:x-api-key)['"]?\s*[:=]\s*['"]?) [\w.~+/=-]{8,}
+    | ([?&](?:api_?key|access_token)=) [^&\s'"\\{}$<>]{4,}
+    | (://[^/\s:@'"\\]*:) [^/\s@'"\\{}$<>]{2,} (?=@)"""
+
+
 def redact(text: str, secrets: Iterable[str] = ()) -> str:
     """Return the text with `secrets`, bearer tokens, key parameters and URL passwords masked."""
     for secret in secrets:
         text = text.replace(secret, MASK)
-    for pattern in (r"(?i)(\bBearer\s+)(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,}",
-                    r"(?i)(\bx-api-key['\"]?\s*[:=]\s*['\"]?)[\w.~+/=-]{8,}",
-                    r"([?&](?:api_?key|access_token)=)[^&\s'\"\\{}$<>]{4,}",
-                    r"(://[^/\s:@'\"\\]*:)[^/\s@'\"\\{}$<>]{2,}(?=@)"):
-        text = re.sub(pattern, r"\g<1>" + MASK, text)
-    return text
+    return re.sub(_SECRET, lambda m: next(filter(None, m.groups())) + MASK, text)
 
 
 def map_strings(value, function: Callable[[str], str]):
@@ -305,12 +307,12 @@ def read_text(path: str) -> str:
 # ---- settings
 
 # One .env line in the dialect of python-dotenv: [export] KEY [= 'quoted' | "quoted" | plain] [#...]
-_ENV_LINE = re.compile(r"""
+_ENV_LINE = r"""(?xs)
     [ \t]* (?: (?: export [ \t]+ )? (?P<key> [^=\#\s'"][^=\#\s]* ) [ \t]* (?: =
         (?: [ \t]* (?P<quote>['"]) (?P<quoted> (?: \\. | (?!(?P=quote)) [^\\] )* ) (?P=quote)
           | (?P<plain> (?! [ \t]*['"] ) (?: (?! [ \t]\# ) [^\n] )* ) ) )? )?
     [ \t]* (?: \#[^\n]* )? (?: \n | \Z )
-    | (?P<bad> [^\n]+ ) \n? """, re.X | re.S)
+    | (?P<bad> [^\n]+ ) \n? """
 _ENV_ESCAPES = {"'": r"\\[\\']", '"': r"\\[\\'\"abfnrtv]"}
 
 
@@ -320,9 +322,9 @@ def parse_dotenv(text: str, environ: dict | None = None) -> tuple[dict, list[int
     "A=abc#def\\nB=abc #def\\nC='x y'" -> ({"A": "abc#def", "B": "abc", "C": "x y"}, [])
     ${NAME} and ${NAME:-default} are looked up in `environ`, then in the lines above.
     """
-    text, values, bad_lines = re.sub(r"\r\n?", "\n", text), {}, []
+    text, values, bad_lines = text.replace("\r\n", "\n").replace("\r", "\n"), {}, []
     known = collections.ChainMap(environ or {}, values)
-    for match in _ENV_LINE.finditer(text):
+    for match in re.finditer(_ENV_LINE, text):
         value = match["plain"] and match["plain"].strip()
         if match["bad"]:
             bad_lines.append(text.count("\n", 0, match.start()) + 1)
@@ -1046,17 +1048,17 @@ _BROKEN = ("", "error", "network_error")                 # reasons to finish tha
 # GLM's own codes that are worth another try, and what is not, whatever its status says: GLM's
 # other codes, an empty purse, a certificate, a proxy's refusal.
 _TEMPORARY_CODES = {"1120", "1200", "1230", "1234", "1302", "1303", "1305", "1312"}
-_FINAL = re.compile(r"^1\d{3} |^insufficient_quota |CERTIFICATE_VERIFY|Tunnel connection failed: 4")
+_FINAL = r"^1\d{3} |^insufficient_quota |CERTIFICATE_VERIFY|Tunnel connection failed: 4"
 _ADVICE = {
     "1113": "no balance, or this is a Coding Plan key: try --model glm-coding",
     "1211": "the provider has no such model: see /model",
     "401": "the key was refused: check {prefix}_API_KEY",
     "402": "the account has no credit left",
 }
-_OVERFLOW = re.compile(r"context.{0,20}(length|window|size)|prompt.{0,20}(too long|exceeds)"
+_OVERFLOW = (r"(?i)context.{0,20}(length|window|size)|prompt.{0,20}(too long|exceeds)"
                        r"|too many (input )?tokens(?! per)|maximum (context|number of tokens)"
                        r"|model token limit"
-                       r"|range of input|input tokens exceed", re.I)
+                       r"|range of input|input tokens exceed")
 
 
 def model_error(error: HttpError, provider: Provider) -> ModelError:
@@ -1074,11 +1076,11 @@ def model_error(error: HttpError, provider: Provider) -> ModelError:
     said = f"{provider.name}: {one_line(str(said), 500)} [{code or status}]" if said else str(error)
     said = redact(said, filter(None, [provider.api_key]))
     if code in ("1261", "context_length_exceeded") or (
-            status in (200, 400, 413, 422) and _OVERFLOW.search(said)) or (
+            status in (200, 400, 413, 422) and re.search(_OVERFLOW, said)) or (
             status in (400, 413) and not error.body.strip()):
         return ModelError("the conversation is longer than the model can read; /clear starts a new "
                           f"one ({said})", "overflow")
-    is_temporary = code in _TEMPORARY_CODES or not _FINAL.search(f"{code} {error.body}") and (
+    is_temporary = code in _TEMPORARY_CODES or not re.search(_FINAL, f"{code} {error.body}") and (
         status in (0, 408, 409, 425, 429) or status >= 500 or status == 200 and bool(body))
     advice = _ADVICE.get(code) or _ADVICE.get(str(status))
     if advice and provider.needs_key:
@@ -1478,14 +1480,14 @@ class Toolbox:
             has_own = "reason" in (t.parameters.get("properties") or {})
             reason = "" if has_own else str(arguments.pop("reason", ""))
             arguments = check_value(t.parameters, arguments)
-            self._on_event({"type": "call", "id": call.id, "tool": t.name, "reason": reason,
-                            "arguments": map_strings(arguments, self._mask)})
+            about = {"id": call.id, "tool": t.name, "level": t.level,
+                     "arguments": map_strings(arguments, self._mask)}
+            self._on_event({"type": "call", **about, "reason": reason})
             decision = self._decide(t, arguments, reason, cancel)
-            self._on_event({"type": "decision", "id": call.id, "tool": t.name, "level": t.level,
-                            "arguments": map_strings(
-                                decision.arguments or arguments, self._mask),
-                            "decision": decision.kind, "by": decision.by,
-                            "reason": self._mask(decision.reason)})
+            if decision.kind == "edit":
+                about["arguments"] = map_strings(decision.arguments, self._mask)
+            self._on_event({"type": "decision", **about, "decision": decision.kind,
+                            "by": decision.by, "reason": self._mask(decision.reason)})
             if decision.kind == "deny":
                 raise ToolError(f"not allowed: {decision.reason}")
             if decision.kind == "edit":
@@ -2347,33 +2349,36 @@ _SHELL = r"(?:ba|da|a|z|k|fi)?sh"
 _RUNS = rf"(?:{_SHELL}|python[\d.]*|perl|ruby|node|php)"
 _ALL = r"(?=.* (?:-\w*[rR]|--r))"
 _DISK = r"/dev/(?:[shv]d[a-z]|xvd|nvme|mmcblk|r?disk|mapper/|dm-|md\d)"
-# (what a simple command looks like, verdict, why).  It is matched from its start, with quotes and
-# variables resolved and the program's folder left out.  "/" stands for any path whose loss is a
-# catastrophe (the disk, a system folder, the home, what they lie in), "." for the workspace.  What
-# reads a pipe has the commands before it in front: "curl x | sh".  "text: " is all as written.
+# (parts of which one is in it, what it looks like, verdict, why) of a simple command.  It is
+# matched from its start, with quotes and variables resolved and the program's folder left out.
+# "/" stands for any path whose loss is a catastrophe (the disk, a system folder, the home, what
+# they lie in), "." for the workspace.  What reads a pipe has the commands before it in front:
+# "curl x | sh".  "text: " is followed by all as written.
 RULES = (
-    (rf"rm{_ALL}.* [/.](?= |$)|.* /(?: .*)? \| xargs (?:.* )?rm(?= |$)",
+    ("rm", rf"rm{_ALL}.* [/.](?= |$)|.* /(?: .*)? \| xargs (?:.* )?rm(?= |$)",
      "refuse", "deletes a whole disk, home or workspace"),
-    (r"find(?: -[HLP])*(?: [/.])*(?: -(?:x?dev|mount|depth|\w*depth \d+|type \w))* "
+    ("find", r"find(?: -[HLP])*(?: [/.])*(?: -(?:x?dev|mount|depth|\w*depth \d+|type \w))* "
      r"-(?:delete|exec (?:\S*/)?rm(?= |$))", "refuse", "deletes a whole disk, home or workspace"),
-    (r"(?:mkfs(?:\.\w+)?|mke2fs|mkswap|wipefs|blkdiscard)(?= |$)|format [a-z]:",
+    ("mk wipefs blkdiscard format",
+     r"(?:mkfs(?:\.\w+)?|mke2fs|mkswap|wipefs|blkdiscard)(?= |$)|format [a-z]:",
      "refuse", "formats a disk"),
-    (rf"(?:.* )?(?:of=|&?>[>|]? ){_DISK}|(?:cp|mv)\b.* {_DISK}\S*$|(?:tee|shred)\b.* {_DISK}",
-     "refuse", "overwrites a disk"),
-    (r"text: (?:.* )?(:|\w{1,40}) \(\) \{ \1 ¦ \1 &", "refuse", "is a fork bomb"),
-    (r"(?:shutdown|reboot|halt|poweroff)(?= |$)|(?:tel)?init [06]|kill (?:-\S+ )+-1$"
+    ("/dev/", rf"(?:.* )?(?:of=|&?>[>|]? ){_DISK}|(?:cp|mv)\b.* {_DISK}\S*$|"
+     rf"(?:tee|shred)\b.* {_DISK}", "refuse", "overwrites a disk"),
+    ("()", r"text: (?:.* )?(:|\w{1,40}) \(\) \{ \1 ¦ \1 &", "refuse", "is a fork bomb"),
+    ("shutdown reboot halt poweroff init kill",
+     r"(?:shutdown|reboot|halt|poweroff)(?= |$)|(?:tel)?init [06]|kill (?:-\S+ )+-1$"
      r"|systemctl (?:-\S+ )*(?:poweroff|reboot|halt)", "refuse", "ends all that runs here"),
-    (rf".*\b(?:curl|wget|base64|xxd|openssl)\b.* \| {_RUNS}(?: -(?![cem])\S*)*$"
+    ("| curl wget", rf".*\b(?:curl|wget|base64|xxd|openssl)\b.* \| {_RUNS}(?: -(?![cem])\S*)*$"
      rf"|.* \| {_SHELL}(?: -(?![cn])\S*)*(?: -s .*)?$"
      rf"|text: .*\b(?:{_SHELL}|source|\.)(?: -\S+)* < \( (?:curl|wget)"
      rf"|(?:{_SHELL}|eval) .*(?:\$\(|`) *(?:curl|wget)",
      "ask", "runs what comes out of a pipe or a download"),
-    (r"(?:sudo|doas|su|pkexec|runas)(?= |$)", "ask", "asks for more rights"),
-    (r"git (?:-\S+ (?:[^-]\S* )?)*push(?=.* (?:-\w*[fd](?= |$)|--(?:force|mirror|delete|prune)"
-     r"|[+:]\S))", "ask", "overwrites what others may have"),
-    (rf"(?:chmod|chown|chgrp){_ALL}.* /(?= |$)", "ask", "changes a whole disk or home"),
-    (r"mv (?:.* )?/(?= )", "ask", "moves a whole disk or home"),
-    (r"[$-].* /(?= |$)", "ask", "has a program name that only the shell will know"),
+    ("do su pkexec runas", r"(?:sudo|doas|su|pkexec|runas)(?= |$)", "ask", "asks for more rights"),
+    ("push", r"git (?:-\S+ (?:[^-]\S* )?)*push(?=.* (?:-\w*[fd](?= |$)|"
+     r"--(?:force|mirror|delete|prune)|[+:]\S))", "ask", "overwrites what others may have"),
+    ("ch", rf"(?:chmod|chown|chgrp){_ALL}.* /(?= |$)", "ask", "changes a whole disk or home"),
+    ("mv", r"mv (?:.* )?/(?= )", "ask", "moves a whole disk or home"),
+    (" /", r"[$-].* /(?= |$)", "ask", "has a program name that only the shell will know"),
 )
 # Commands that run another one.  Options of theirs may stand between, so each later word is tried.
 _WRAPPERS = set("sudo doas pkexec command builtin exec env nohup nice ionice time timeout xargs "
@@ -2382,16 +2387,15 @@ _WRAPPERS = set("sudo doas pkexec command builtin exec env nohup nice ionice tim
 _KEYWORDS = set("then do else elif if while until ! { export local declare typeset "
                 "readonly".split())
 
-_SHELL_TOKEN = re.compile(r"""
+_SHELL_TOKEN = r"""(?xs)
     (?P<blank> [ \t\r]+ | \\\r?\n | (?<![^\s;&|()]) \#[^\n]* )
   | (?P<end> \n | ;;? | &&? (?!>) | \|[|&]? | [()`] )
   | (?P<redirect> &?>[>&|]? | <<-(?!<) | <<?<?&? )
   | (?P<word> (?: \\. | '[^']*' | "(?:\\.|[^"\\])*" | \$'(?:\\.|[^'\\])*'
-                | [^\s;&|()`<>'"\\] )+ )""", re.X | re.S)
-_QUOTED = re.compile(r"""\\(.) | '([^']*)' | "((?:\\.|[^"\\])*)" | \$'((?:\\.|[^'\\])*)'""",
-                     re.X | re.S)
+                | [^\s;&|()`<>'"\\] )+ )"""
+_QUOTED = r"""(?xs) \\(.) | '([^']*)' | "((?:\\.|[^"\\])*)" | \$'((?:\\.|[^'\\])*)'"""
 # The way models write a long message: "$(cat <<'EOF' ...)".  Nothing in it runs.
-_DOCUMENT = re.compile(r"\"\$\(cat <<-?[ ]*['\"\\](\w+)['\"]?\n.*?^\s*\1\s*\)\"", re.S | re.M)
+_DOCUMENT = r"(?sm)\"\$\(cat <<-?[ ]*['\"\\](\w+)['\"]?\n.*?^\s*\1\s*\)\""
 
 
 def split_shell(text: str) -> Iterator[tuple[str, list[str]]]:
@@ -2402,7 +2406,7 @@ def split_shell(text: str) -> Iterator[tuple[str, list[str]]]:
     """
     before, words, at, documents = "", [], 0, []
     while at < len(text):
-        match = _SHELL_TOKEN.match(text, at)
+        match = re.compile(_SHELL_TOKEN).match(text, at)
         if not match:
             raise ValueError("a quote does not end")
         token, at = match[0], match.end()
@@ -2440,7 +2444,7 @@ class ShellReader:
 
         "cd ~ && r''m -rf *" -> "cd /", "rm -rf /"
         """
-        parts = list(split_shell(_DOCUMENT.sub("text", text)))
+        parts = list(split_shell(re.sub(_DOCUMENT, "text", text)))
         written = [w for before, words in parts for w in (before, *words) if w]
         yield "text: " + " ".join("quoted" if re.search("['\"]", w) else w for w in written
                                   ).replace("|", "¦")
@@ -2515,7 +2519,7 @@ class ShellReader:
         if braces:
             return [braces[1] + part + braces[3] for part in braces[2].split(",")]
         out, at = [], 0
-        for m in _QUOTED.finditer(word):
+        for m in re.finditer(_QUOTED, word):
             out.append(self._expand(word[at:m.start()]))
             inner, at = m[m.lastindex], m.end()
             if m.lastindex == 3:         # "double quoted"
@@ -2560,8 +2564,9 @@ def judge(command: str, root: str, home: str, variables: dict) -> tuple[str, str
     reader = ShellReader(root, home, {**variables, "IFS": " ", "HOME": home, "PWD": root})
     try:
         for line in reader.commands(command):
-            for pattern, verdict, why in RULES:
-                if re.match(rf"(?:.* \| )?(?:{pattern})", line):
+            for parts, pattern, verdict, why in RULES:
+                is_near = any(part in line for part in parts.split(" "))
+                if is_near and re.match(rf"(?:.* \| )?(?:{pattern})", line):
                     found.setdefault(verdict, f"{why} ({one_line(line, 60)})")
     except (ValueError, RecursionError) as e:
         found["ask"] = f"can't be read ({e})"
@@ -3457,7 +3462,7 @@ def show_policy(app, arguments: str) -> str:
         if word != "revoke" or number not in map(str, range(1, len(grants) + 1)):
             raise ConfigError("usage: /policy, or /policy revoke N with a number from its list")
         return f"No longer allowed always: {visible(grants.pop(int(number) - 1))}"
-    rules = dict.fromkeys(f"  {verdict:6} what {why}" for _, verdict, why in RULES)
+    rules = dict.fromkeys(f"  {verdict:6} what {why}" for *_, verdict, why in RULES)
     allowed = [f"  {n}. {visible(grant)}" for n, grant in enumerate(grants, 1)] or ["  nothing"]
     sandbox = " ".join(app.shell.sandbox) or "none: set PAICLI_SANDBOX (see the README)"
     return "\n".join([choose_level(app, ""), "Always allowed in this session:", *allowed,
@@ -3673,8 +3678,8 @@ def fit(text: str, columns: int) -> str:
 
 
 # **bold** or `code`; the ** of a path (src/**/*.py) or a power (x**2) begins nothing.
-PAIR = re.compile(r"\*\*(?![\s/\d])([^*]+)(?<!\s)\*\*|`([^`]+)`")
-UNSURE = re.compile(r"^\s*(?:[#`]|$)|[*`]|$")            # what follows may become a mark
+PAIR = r"\*\*(?![\s/\d])([^*]+)(?<!\s)\*\*|`([^`]+)`"
+UNSURE = r"^\s*(?:[#`]|$)|[*`]|$"                         # what follows may become a mark
 MAX_HELD = 300                           # characters it waits for that
 
 
@@ -3700,8 +3705,8 @@ class Markdown:
         for line in lines:
             out.append(self._show(line) + "\n")
             self._has_begun = False
-        unpaired = PAIR.sub(lambda m: "x" * len(m[0]), rest)
-        n_sure = 0 if self._is_fence else UNSURE.search(unpaired).start()
+        unpaired = re.sub(PAIR, lambda m: "x" * len(m[0]), rest)
+        n_sure = 0 if self._is_fence else re.search(UNSURE, unpaired).start()
         if len(rest) > MAX_HELD:
             n_sure = len(rest)
         self._held = rest[n_sure:]
@@ -3716,10 +3721,10 @@ class Markdown:
             return self._style("cyan", text)
         if is_start and re.match("#{1,6} ", text):
             return self._bold(text.lstrip("# "))
-        return PAIR.sub(lambda m: self._style("cyan", m[2]) if m[2] else self._bold(m[1]), text)
+        return re.sub(PAIR, lambda m: self._style("cyan", m[2]) if m[2] else self._bold(m[1]), text)
 
     def _bold(self, text):
-        return self._style("bold", PAIR.sub(r"\1\2", text))      # one style at a time
+        return self._style("bold", re.sub(PAIR, r"\1\2", text))      # one style at a time
 
 
 class Screen:
@@ -3965,7 +3970,8 @@ class App:
     def on_event(self, event: dict) -> None:
         """Take an event of the agent: into the audit now, onto the screen when it is its turn."""
         self.audit.on_event(event)
-        self.events.put(map_strings(event, self.mask))
+        said = {k: self.mask(event[k]) for k in ("text", "reason") if k in event}
+        self.events.put({**event, **said})                # the rest is masked where it comes from
 
     def run_turn(self, text: str) -> str:
         """Run a turn, and learn from it if it ended badly.  Raises PaiError."""
