@@ -2588,7 +2588,7 @@ def judge_call(workspace: Workspace, environ: dict, tool: Tool, arguments: dict
 
 # ---- the person decides
 
-ANSWERS = "[y]es, [n]o (and why), [a]lways, [e]dit, [d]etails; Enter means no: "
+ANSWERS = "[y]es, [n]o why, [a]lways, [e]dit, [d]etails (Enter: no) "
 MAX_SHOWN_LINES = 16                     # of a diff, until details are asked for
 
 
@@ -2624,7 +2624,7 @@ def grant_key(tool: Tool, arguments: dict) -> str:
     if tool.level == 2 and "url" in arguments:
         return f"{tool.name} {urllib.parse.urlsplit(arguments['url']).hostname}"
     if tool.name in WRITERS:
-        return tool.name
+        return tool.name + " in the workspace"
     return f"{tool.name} {json.dumps(arguments, ensure_ascii=False)}"
 
 
@@ -3462,7 +3462,7 @@ def show_policy(app, arguments: str) -> str:
         if word != "revoke" or number not in map(str, range(1, len(grants) + 1)):
             raise ConfigError("usage: /policy, or /policy revoke N with a number from its list")
         return f"No longer allowed always: {visible(grants.pop(int(number) - 1))}"
-    rules = dict.fromkeys(f"  {verdict:6} what {why}" for *_, verdict, why in RULES)
+    rules = dict.fromkeys(f"  {verdict:6} whatever {why}" for *_, verdict, why in RULES)
     allowed = [f"  {n}. {visible(grant)}" for n, grant in enumerate(grants, 1)] or ["  nothing"]
     sandbox = " ".join(app.shell.sandbox) or "none: set PAICLI_SANDBOX (see the README)"
     return "\n".join([choose_level(app, ""), "Always allowed in this session:", *allowed,

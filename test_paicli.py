@@ -570,6 +570,17 @@ class TestBasics(Case):
         if POSIX:
             self.assertEqual([0o640, 0o600], [stat.S_IMODE(os.stat(self.path(n)).st_mode) for n in ("a.txt", "b.txt")])
 
+    def test_strings_of_a_value_are_mapped_at_any_depth(self):
+        for value, mapped in (({"a": ["x", {"b": "y", "n": 1}], "c": None}, {"a": ["X", {"b": "Y", "n": 1}], "c": None}), ("x", "X"), (True, True)):
+            self.assertEqual(mapped, paicli.map_strings(value, str.upper))
+
+    def test_lines_are_added_to_a_private_file(self):
+        for line in ("one\n", "tw\u00f6 \ud800\n"):
+            paicli.append_private(self.path("new/sub/log"), line)
+        self.assertEqual("one\ntw\u00f6 \ufffd\n".encode("utf-8"), self.bytes_of("new/sub/log"))
+        if POSIX:
+            self.assertEqual((0o600, 0o700), tuple(os.stat(self.path(p)).st_mode & 0o777 for p in ("new/sub/log", "new/sub")))
+
     @unittest.skipUnless(POSIX, "a limit on file sizes")
     def test_a_full_disk_leaves_the_old_file(self):
         path = self.write("a.txt", "precious")
@@ -1778,7 +1789,7 @@ class TestApproval(Case):
         for url in ("https://x.org/a", "https://x.org/b"):
             self.assertEqual("allow", self.decided(approver, {"url": url}, fetch).kind)
         self.assertEqual("deny", self.decided(approver, {"url": "https://y.org/a"}, fetch).kind)
-        self.assertEqual(["write_file", "web_fetch x.org"], approver.grants)
+        self.assertEqual(["write_file in the workspace", "web_fetch x.org"], approver.grants)
 
     def test_a_write_is_shown_as_a_diff(self):
         self.write("a.txt", "".join(f"line {n}\n" for n in range(100)))
@@ -2699,18 +2710,18 @@ class TestTerminal(Case):
         person = self.typist(PAICLI_MODEL=server.url + "#m", columns=30)
         person.see("You: ")
         person.type("go\r")
-        person.see(r"(?s)to see\s+echo made > made.*Enter means no: ")
+        person.see(r"(?s)to see\s+echo made > made.*Enter: no. ")
         person.type("\r")
         person.see("(?s)denied.*You: ")
         self.assertFalse(os.path.exists(self.path("work/made")))
         person.type("go\r")
-        person.see("Enter means no: ")
+        person.see(r"Enter: no. ")
         person.type("y\r")
         person.see("(?s)allowed.*You: ")
         self.assertTrue(os.path.exists(self.path("work/made")))
         server.script.append(wanted)
         person.type("go\r")
-        person.see("Enter means no: ")
+        person.see(r"Enter: no. ")
         person.type("\x03")
         person.see("(?s)stopped: by you.*You: ")
         person.type("exit\r")
