@@ -1887,6 +1887,8 @@ class TestApproval(Case):
             self.assertEqual("ask", judge(write, {"path": path, "content": ""})[0], path)
         for path in ("a.py", ".gitignore", "src/env", ".github/x.yml"):
             self.assertEqual("", judge(write, {"path": path, "content": ""})[0], path)
+        self.assertEqual(["deny", "allow"], [self.decided(self.approver(level, None, judge=judge), {"path": ".env", "content": "x"}, write).kind
+                                             for level in (2, 3)])
         self.assertEqual("refuse", judge(self.tool(), {"command": "rm -rf ."})[0])
         self.assertEqual(("", ""), judge(self.tool("read_file", 1), {"command": "rm -rf ."}))
 
@@ -2343,6 +2345,75 @@ class TestCommands(Case):
         self.write(".paicli/tools.py", "from paicli import tool\n\n@tool(1)\ndef dig():\n    return 'x'\n")
         self.assertEqual([], paicli.load_plugins(app))
         self.assertEqual(3, app.agent.toolbox.tools["dig"].level)      # what the file says of itself does not count
+
+    def test_the_policy_is_shown_and_always_is_taken_back(self):
+        app = self.app("--level", "2", PAICLI_SANDBOX="bwrap 'a b' {cwd}")
+        self.assertEqual(("bwrap", "a b", "{cwd}"), tuple(app.shell.sandbox))
+        app.approver.grants += ["write_file", 'execute_command {"command": "ls\x1b"}']
+        shown = paicli.show_policy(app, "")
+        self.assertRegex(shown, r"(?s)^Level 2.*  1\. write_file\n  2\. execute_command .*ls.x1b.*not a sandbox.*Sandbox: bwrap")
+        for *_, why in paicli.RULES:
+            self.assertEqual(1, shown.count(" whatever " + why + "\n"), why)
+        self.assertIn("write_file", paicli.show_policy(app, "revoke 1"))
+        self.assertEqual(['execute_command {"command": "ls\x1b"}'], app.approver.grants)
+        for wrong in ("revoke", "revoke 2", "revoke 0", "x"):
+            self.raises(paicli.ConfigError, "usage: /policy", paicli.show_policy, app, wrong)
+
+    def test_the_last_decisions_are_shown(self):
+        app = self.app()
+        self.assertIn("Nothing yet", paicli.show_audit(app, ""))
+        for n in range(12):
+            app.on_event({"type": "decision", "id": f"c{n}", "tool": "t", "level": 3, "arguments": {"n": n}, "decision": "allow", "by": "person", "reason": ""})
+        app.on_event({"type": "result", "id": "c11", "ok": False, "seconds": 1, "text": "Error: no"})
+        lines = paicli.show_audit(app, "").split("\n")
+        self.assertEqual((10, 3), (len(lines), len(paicli.show_audit(app, "3").split("\n"))))
+        self.assertRegex(lines[-1], r't \{"n": 11\}: allow by person ❌ Error: no')
+        self.assertRegex(lines[0], r't \{"n": 2\}: allow by person … no result')
+        self.raises(paicli.ConfigError, "usage: /audit", paicli.show_audit, app, "x")
+
+    def test_conversations_are_listed_resumed_and_undone(self):
+        app = self.app()
+        self.assertIn("No conversation", paicli.list_sessions(app, ""))
+        app.memory.add({"role": "user", "content": "first"}, {"role": "assistant", "content": "ok"})
+        app.files.write_file("made", "x")
+        self.assertIn("made", paicli.undo_turn(app, ""))
+        self.assertIn("nothing that can be undone", paicli.undo_turn(app, ""))
+        self.assertNotIn("made", os.listdir(self.folder))
+        paicli.clear_history(app, "")
+        app.memory.add({"role": "user", "content": "second"})
+        self.assertRegex(paicli.list_sessions(app, ""), r"(?s)^\*    2  .*1 messages  second\n     1  .*2 messages  first$")
+        self.assertIn("Conversation 1 goes on: first", paicli.resume_session(app, "1"))
+        self.assertEqual("ok", app.agent.memory.messages()[-1]["content"])
+        self.assertIn("Conversation 2 goes on: second", paicli.resume_session(app, ""))
+
+    def test_the_context_is_shown_and_compacted(self):
+        self.write("AGENTS.md", "notes " * 100)
+        app = self.app("--demo", PAICLI_CONTEXT_WINDOW="5000")
+        self.assertIn("nothing to compact", paicli.compact_now(app, ""))
+        shown = dict(re.findall(r"^  (.+?) +(\d+)$", paicli.show_context(app, ""), re.M))
+        self.assertEqual(["system", "project notes", "facts and lessons", "summary", "tool schemas", "conversation"], list(shown))
+        self.assertEqual(("150", "0"), (shown["project notes"], shown["conversation"]))
+        self.assertGreater(int(shown["system"]), 100)
+        app.agent.model = ScriptedModel(paicli.Reply("They talked."))
+        app.agent.model.window = 5000
+        for n in range(30):
+            app.memory.add({"role": "user", "content": f"q{n} " + "x" * 300}, {"role": "assistant", "content": "a"})
+        self.assertRegex(paicli.show_context(app, ""), r"About \d{4} tokens go with the next request; \d+ of 5000 are left")
+        self.assertEqual("Done.", paicli.compact_now(app, ""))
+        shown = dict(re.findall(r"^  (.+?) +(\d+)$", paicli.show_context(app, ""), re.M))
+        self.assertGreater(int(shown["summary"]), 10)
+
+    def test_facts_are_saved_listed_and_forgotten(self):
+        app = self.app()
+        self.assertIn("Nothing is known", paicli.list_facts(app, ""))
+        paicli.save_fact(app, "tabs here")
+        paicli.save_fact(app, "--global  I am Ana")
+        self.assertEqual("  1. fact: tabs here\n  2. fact (everywhere): I am Ana", paicli.list_facts(app, ""))
+        self.assertIn("- tabs here\n- I am Ana", app.notes("anything"))
+        self.assertEqual("Forgotten.", paicli.forget_fact(app, "1"))
+        self.assertEqual("  2. fact (everywhere): I am Ana", paicli.list_facts(app, ""))
+        for command, wrong in ((paicli.save_fact, ""), (paicli.save_fact, "--global"), (paicli.forget_fact, "9"), (paicli.forget_fact, "")):
+            self.raises(paicli.ConfigError, "usage: /", command, app, wrong)
 
     def test_trace_is_switched(self):
         app = self.app()
