@@ -1910,17 +1910,17 @@ def has_group(process: subprocess.Popen) -> bool:
 
 
 def kill_tree(process: subprocess.Popen) -> None:
-    """End a process and its group: TERM, GRACE_S to tidy up, KILL.  Returns when it is over."""
+    """End a process and its group: TERM, GRACE_S to tidy up, KILL."""
     if WINDOWS:
         subprocess.run(["taskkill", "/T", "/F", "/PID", str(process.pid)], check=False,
                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         return
-    for sig in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + GRACE_S
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, sig)
+    deadline = time.monotonic() + GRACE_S
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGTERM)
         while has_group(process) and time.monotonic() < deadline:
             time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)            # that nobody survives, so nobody waits
 
 
 class Process:
