@@ -1935,6 +1935,7 @@ class Process:
         self.output_path = output_path   # the file for an output that is too long to show
         self._mask = mask                # before anything is cut or kept
         self.n_bytes = 0                 # printed so far
+        self.was_killed = False
         self._lock = threading.Lock()    # printed on one thread, asked for on another
         self._n_told, self._start, self._tail = 0, bytearray(), b""          # guarded by _lock
         self.popen = subprocess.Popen(argv, cwd=cwd, env=env, stdin=subprocess.DEVNULL,
@@ -1990,6 +1991,7 @@ class Process:
 
     def kill(self) -> None:
         """End it and all of its group."""
+        self.was_killed = True
         kill_tree(self.popen)
         with contextlib.suppress(TimeoutError):           # gone is not yet known to be gone
             self._waiter.wait(timeout_s=GRACE_S)
@@ -2100,7 +2102,8 @@ class ShellTools:
     def close(self) -> None:
         """Kill what still runs, and remove the long outputs."""
         self._is_closed = True
-        run_parallel("kill", [p.kill for p in self._running if has_group(p.popen)])
+        run_parallel("kill", [p.kill for p in self._running
+                              if has_group(p.popen) and not p.was_killed])
         if os.path.isdir(self.spool_dir):
             import shutil                                 # slow to import, so only where needed
             shutil.rmtree(self.spool_dir, ignore_errors=True)
