@@ -3414,7 +3414,7 @@ def show_help(app, arguments: str) -> str:
 def clear_history(app, arguments: str) -> str:
     """Forget the conversation."""
     app.agent.memory.clear()
-    return "🗑️ A new conversation; the one before is in /sessions."
+    return "🗑️ History cleared: a new conversation; the one before is in /sessions."
 
 
 def leave(app, arguments: str) -> str:

@@ -2301,7 +2301,7 @@ class TestCommands(Case):
     def test_clear_forgets_and_exit_leaves(self):
         app = self.app()
         app.agent.memory.add({"role": "user", "content": "x"})
-        self.assertIn("A new conversation", paicli.clear_history(app, ""))
+        self.assertIn("a new conversation", paicli.clear_history(app, ""))
         self.assertEqual([], app.agent.memory.messages())
         self.assertFalse(app.is_over)
         paicli.leave(app, "")
