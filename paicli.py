@@ -3140,9 +3140,11 @@ class Compactor:
         if not must and (before < max(COMPACT_AT * limit, self._no_use_below) or not limit):
             return False
         self._on_event({"type": "wait", "text": "📝 Summarising..."})
-        window = min(limit or before, before) if must else limit
         messages = agent.memory.messages()
-        self._ratio = min(4.0, max(0.5, before / self._estimate(agent, messages)))
+        estimate = self._estimate(agent, messages)
+        before = max(before, estimate // 2)               # some servers leave out what was cached
+        self._ratio = min(4.0, before / estimate)
+        window = min(limit or before, before) if must else limit
         old, kept = split_history(messages, int(KEEP * window / self._ratio))
         fixed = self._estimate(agent, []) - estimate_tokens(agent.memory.background())
         room = int(COMPACT_AT * window / self._ratio) - fixed

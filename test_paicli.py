@@ -2154,6 +2154,14 @@ class TestMemory(Case):
             self.assertEqual(3, len(self.model.sent))
             self.assertEqual("", strict_fault(paicli.wire_messages(memory.messages(), paicli.PROVIDERS["glm"])))
 
+    def test_a_server_that_counts_too_little_does_no_harm(self):
+        memory = self.memory()
+        self.talk(memory, 20)
+        agent, compact = self.agent(memory, paicli.Reply("They talked."))
+        memory.measured = (7, len(memory.messages()))
+        self.assertTrue(compact(agent, paicli.Cancel(), must=True))
+        self.assertIn("They talked.", memory.summary)
+
     def test_without_a_summary_the_oldest_are_left_out_and_recall_finds_them(self):
         for reply, why in ((paicli.ModelError("no balance"), "no balance"), (paicli.Reply("long " * 9000), "shorter"), (paicli.Reply(""), "gave no summary")):
             memory = self.memory()
