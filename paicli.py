@@ -4016,11 +4016,22 @@ class App:
         self.store.close()
 
 
+def sweep(home: str) -> None:
+    """Remove the long outputs that a killed process has left, when they are a day old."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(home):
+            path = os.path.join(home, name)
+            if name.startswith("output-") and time.time() - os.path.getmtime(path) > 86400:
+                import shutil                             # slow to import, so only where needed
+                shutil.rmtree(path, ignore_errors=True)
+
+
 def build(config: Config) -> App:
     """Wire everything once.  Raises ConfigError."""
     app = App(config)
     app.store, notice = open_store(config.home)
     app.notices.append(notice)
+    sweep(config.home)
     app.memory = Memory(app.store, config.cwd, app.mask)
     app.facts, app.undo = Facts(app.store, config.cwd, app.mask), Undo(app.memory)
     app.audit = Audit(os.path.join(config.home, "audit"), lambda: app.memory.session_id)

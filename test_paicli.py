@@ -2656,6 +2656,14 @@ class TestTerminal(Case):
         self.run_in("see @.env", "")
         self.assertNotIn("sk-key-12345", json.dumps(server.requests[-1]["body"]))
 
+    def test_what_a_killed_process_left_goes_after_a_day(self):
+        for name, age_s in (("output-1-a", 90000), ("output-2-b", 1000), ("other", 90000)):
+            path = os.path.dirname(self.write(f"home/{name}/x", ""))
+            os.utime(path, (time.time() - age_s,) * 2)
+        paicli.sweep(self.path("home"))
+        paicli.sweep(self.path("nowhere"))
+        self.assertEqual(["other", "output-2-b"], sorted(os.listdir(self.path("home"))))
+
     def test_no_secret_is_kept_in_any_file(self):
         for secret in ("s3cret+key/4711", 'qu"ote\\d-ključ'):
             with self.subTest(secret):
