@@ -1481,7 +1481,8 @@ class TestBuiltInTools(Case):
         """What a process is said to have printed after each piece, given as (bytes, how often)."""
         code = (f"import os, sys, time\nfor n, (data, times) in enumerate({pieces!r}):\n"
                 "    while not os.path.exists(str(n)): time.sleep(0.01)\n"
-                "    sys.stdout.buffer.write(data * times); sys.stdout.flush()\n")
+                "    data *= times\n"               # under PYTHONUNBUFFERED a write may end early: at a signal, say
+                "    while data: data = data[sys.stdout.buffer.write(data):]; sys.stdout.flush()\n")
         process, n_bytes = paicli.Process([sys.executable, "-c", code], self.folder, self.path(path)), 0
         self.stack.callback(process.kill)        # it would wait for ever if this test fails
         for n, (data, times) in enumerate(pieces):
