@@ -1169,10 +1169,11 @@ class ChatModel:
                              "length", is_worth_it)
 
 
-def find_ollama(http: Http, base_url: str = "http://localhost:11434") -> list[str]:
+def find_ollama(http: Http, base_url: str = "http://localhost:11434",
+                timeout_s: float = 0.5) -> list[str]:
     """Return the names of the models of an Ollama server on this machine, [] if none answers."""
     with contextlib.suppress(PaiError, LookupError, TypeError):
-        models = http.json("GET", base_url + "/api/tags", timeout_s=0.5)["models"]
+        models = http.json("GET", base_url + "/api/tags", timeout_s=timeout_s)["models"]
         return [str(m["name"]) for m in models]
     return []
 
@@ -1986,8 +1987,18 @@ class Process:
             self.kill()
             raise
         finally:
+            self._wait_for_reader()
+
+    def _wait_for_reader(self):
+        """Let the reader get at what is in the pipe, however long a busy machine takes."""
+        most = self.n_bytes + (1 << 20)                   # what is left running may print for ever
+        while self.n_bytes < most:
             with contextlib.suppress(TimeoutError):
-                self._reader.wait(timeout_s=0.3)
+                return self._reader.wait(timeout_s=0.3)
+            with contextlib.suppress(OSError, ValueError):          # closed: read to its end
+                if WINDOWS or not select.select([self.popen.stdout], [], [], 0)[0]:
+                    return None
+        return None
 
     def kill(self) -> None:
         """End it and all of its group."""
