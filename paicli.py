@@ -1992,12 +1992,13 @@ class Process:
     def _wait_for_reader(self):
         """Let the reader get at what is in the pipe, however long a busy machine takes."""
         most = self.n_bytes + (1 << 20)                   # what is left running may print for ever
-        while self.n_bytes < most:
+        for _ in range(200):
             with contextlib.suppress(TimeoutError):
                 return self._reader.wait(timeout_s=0.3)
             with contextlib.suppress(OSError, ValueError):          # closed: read to its end
-                if WINDOWS or not select.select([self.popen.stdout], [], [], 0)[0]:
-                    return None
+                if WINDOWS or self.n_bytes > most or not select.select(
+                        [self.popen.stdout], [], [], 0)[0]:
+                    break
         return None
 
     def kill(self) -> None:
