@@ -3030,9 +3030,10 @@ def torture(times="50"):
                 return dict(db.execute("SELECT id, body FROM messages"))
 
         others = [start(n, "loop 20") for n in (1, 2, 3)]
-        before, now = {}, {}
+        start(0, "begin").communicate()
+        before = {}
         while n_cut < int(times):
-            victim = start(0, *(["-c"] if now else []), "loop 20")
+            victim = start(0, "-c", "loop 20")
             time.sleep(random.uniform(0.15, 0.6))
             victim.kill()
             n_cut += victim.wait() < 0
