@@ -2824,19 +2824,19 @@ BACKGROUND = ("\n\nEarlier in this conversation (a summary: background, not a re
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions(
     id INTEGER PRIMARY KEY AUTOINCREMENT, folder TEXT NOT NULL, title TEXT NOT NULL,
-    created_at TEXT NOT NULL, updated_at TEXT NOT NULL,
-    summary TEXT NOT NULL DEFAULT '', summarised_to INTEGER NOT NULL DEFAULT 0);
+    created_at TEXT DEFAULT (datetime('now', 'localtime')),
+    updated_at TEXT DEFAULT (datetime('now', 'localtime')),
+    summary TEXT DEFAULT '', summarised_to INTEGER DEFAULT 0, task_id INTEGER DEFAULT 0);
 CREATE TABLE IF NOT EXISTS messages(
-    id INTEGER PRIMARY KEY, session_id INTEGER NOT NULL, created_at TEXT NOT NULL,
-    body TEXT NOT NULL);
+    id INTEGER PRIMARY KEY, session_id INTEGER NOT NULL, body TEXT NOT NULL,
+    created_at TEXT DEFAULT (datetime('now', 'localtime')));
 CREATE TABLE IF NOT EXISTS facts(
     id INTEGER PRIMARY KEY AUTOINCREMENT, folder TEXT, kind TEXT NOT NULL, text TEXT NOT NULL,
-    created_at TEXT NOT NULL);
+    created_at TEXT DEFAULT (datetime('now', 'localtime')));
 CREATE TABLE IF NOT EXISTS undo(
     session_id INTEGER NOT NULL, turn INTEGER NOT NULL, path TEXT NOT NULL, before BLOB,
     mode INTEGER, after TEXT NOT NULL, PRIMARY KEY(session_id, turn, path));
 CREATE INDEX IF NOT EXISTS messages_of_session ON messages(session_id, id);
-CREATE INDEX IF NOT EXISTS sessions_of_folder ON sessions(folder, updated_at);
 """
 
 
@@ -2845,7 +2845,6 @@ class Store:
 
     def __init__(self, path: str):
         import sqlite3
-        self.error = sqlite3.Error
         if path != ":memory:":
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         self._lock = threading.RLock()
@@ -2862,10 +2861,8 @@ class Store:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Callable]:
-        """All or nothing: `with store.transaction() as run: run(sql, *values)`.
-
-        Raises PaiError if the disk is full, say; then nothing has changed.
-        """
+        """All or nothing, else PaiError: `with store.transaction() as run: run(sql, *values)`."""
+        import sqlite3
         with self._lock:
             try:
                 self._db.execute("BEGIN IMMEDIATE")
@@ -2875,7 +2872,7 @@ class Store:
                 finally:
                     if self._db.in_transaction:           # SQLite may have rolled back already
                         self._db.execute("ROLLBACK")
-            except self.error as e:
+            except sqlite3.Error as e:                    # the disk is full, say
                 raise PaiError(f"the conversation can't be stored: {e}") from e
 
     def close(self) -> None:
@@ -2895,10 +2892,6 @@ def open_store(folder: str) -> tuple[Store, str]:
         return Store(":memory:"), f"{folder}/paicli.db can't be used ({why}): nothing is remembered"
 
 
-def _now():
-    return time.strftime("%Y-%m-%d %H:%M:%S")
-
-
 # ---- the conversation
 
 class Memory:
@@ -2912,7 +2905,6 @@ class Memory:
     def clear(self) -> None:
         """Begin another conversation; the one before stays in the store."""
         self.session_id = None           # until the first message
-        self.turn = 0                    # the id of the last user message
         self._last_id = None             # of the last message; another process may add more
         self.summary = ""                # of what is no longer in messages()
         self.measured = None             # (tokens, number of messages) of the last reply
@@ -2933,18 +2925,16 @@ class Memory:
                 bodies = [json.dumps(m, ensure_ascii=False) for m in self._messages] + bodies
                 title = one_line(_get(json.loads(bodies[0]), "content", str) or "", 60)
                 self.session_id = run(
-                    "INSERT INTO sessions(folder, title, created_at, updated_at, summary) "
-                    "VALUES (?, ?, ?, ?, ?)", self.folder, title, _now(), _now(),
-                    self.summary).lastrowid
+                    "INSERT INTO sessions(folder, title, summary) VALUES (?, ?, ?)",
+                    self.folder, title, self.summary).lastrowid
                 self._messages = []
-            elif messages[0]["role"] == "user":
-                run("UPDATE sessions SET updated_at = ? WHERE id = ?", _now(), self.session_id)
-            ids = [run("INSERT INTO messages(session_id, created_at, body) VALUES (?, ?, ?)",
-                       self.session_id, _now(), body).lastrowid for body in bodies]
+            ids = [run("INSERT INTO messages(session_id, body) VALUES (?, ?)",
+                       self.session_id, body).lastrowid for body in bodies]
+            if messages[0]["role"] == "user":
+                run("UPDATE sessions SET updated_at = datetime('now', 'localtime') WHERE id = ?",
+                    self.session_id)
         self._messages += [{**json.loads(body), "id": id_} for id_, body in zip(ids, bodies)]
         self._last_id = ids[-1]
-        if messages[-1]["role"] == "user":
-            self.turn = ids[-1]
 
     def messages(self) -> list[dict]:
         """Return what is sent, oldest first."""
@@ -2958,37 +2948,28 @@ class Memory:
             self.folder)
 
     def resume(self, choice: str = "last") -> str:
-        """Go on with a conversation of this folder, by number; return what to tell the person.
-
-        Raises ConfigError if there is none.
+        """Go on with this folder's last conversation, or the one of that number; return what to
+        tell the person.  Raises ConfigError if there is none.
         """
         found = self.store.run(
-            "SELECT id, title, summary, summarised_to FROM sessions WHERE folder = ? AND "
-            "(id = ? OR ? = 'last') ORDER BY updated_at DESC, id DESC LIMIT 1",
-            self.folder, choice, choice)
+            "SELECT id, title, summary, summarised_to, task_id FROM sessions WHERE folder = ? "
+            "AND ? IN (CAST(id AS TEXT), 'last') ORDER BY updated_at DESC, id DESC LIMIT 1",
+            self.folder, choice)
         if not found:
             raise ConfigError("no conversation was held in this folder" if choice == "last" else
                               f"no conversation {choice} in this folder; see /sessions")
         self.clear()
-        self.session_id, title, self.summary, summarised_to = found[0]
-        rows = self.store.run("SELECT id, body FROM messages WHERE session_id = ? AND id > ? "
-                              "ORDER BY id", self.session_id, summarised_to)
-        messages, n_bad = _parsed(rows)
-        if not messages or messages[0]["role"] != "user":            # the task of a compaction
-            messages = self._task(summarised_to) + messages
+        self.session_id, title, self.summary, *kept = found[0]
+        rows = self.store.run("SELECT id, body FROM messages WHERE session_id = ? AND "
+                              "(id > ? OR id = ?) ORDER BY id", self.session_id, *kept)
+        messages = _parsed(rows)
         self._messages = repaired(messages)
-        self.turn = max((m["id"] for m in messages if m["role"] == "user"), default=0)
-        self._last_id = self.store.run("SELECT max(id) FROM messages WHERE session_id = ?",
-                                       self.session_id)[0][0]
+        self._last_id = rows[-1][0] if rows else None
+        n_bad = len(rows) - len(messages)
         bad = f"; {n_bad} of them can't be read and are left out" if n_bad else ""
-        last = one_line(message_text(self._messages[-1]), 100) if messages else ""
+        last = one_line(message_text(self._messages[-1]), 100) if self._messages else ""
         return (f"Conversation {self.session_id} goes on: {title} ({len(rows)} messages{bad})\n"
                 f"  {last}")
-
-    def _task(self, summarised_to):
-        rows = self.store.run("SELECT id, body FROM messages WHERE session_id = ? AND id <= ? "
-                              "ORDER BY id DESC LIMIT 500", self.session_id, summarised_to)
-        return [m for m in _parsed(rows)[0] if m["role"] == "user"][:1]
 
     def background(self) -> str:
         """Return what joins the system message about what is no longer in messages()."""
@@ -2998,8 +2979,9 @@ class Memory:
         """From now on send `kept`, and `summary` instead of `old`."""
         last = max((m.get("id", 0) for m in old), default=0)
         if last:
-            self.store.run("UPDATE sessions SET summary = ?, summarised_to = ? WHERE id = ?",
-                           clean(self.mask(summary)), last, self.session_id)
+            self.store.run(
+                "UPDATE sessions SET summary = ?, summarised_to = ?, task_id = ? WHERE id = ?",
+                clean(self.mask(summary)), last, kept[0].get("id", 0), self.session_id)
         self.summary, self._messages, self.measured = summary, kept, None
 
     def delete_all(self) -> None:
@@ -3021,7 +3003,7 @@ class Memory:
         rows = self.store.run("SELECT id, body FROM messages WHERE session_id = ? ORDER BY id",
                               self.session_id)
         shown = {m.get("id") for m in self._messages}
-        for m in _parsed(rows)[0]:
+        for m in _parsed(rows):
             text = message_text(m)
             n_found = len(words & keywords(text))
             if n_found and m["id"] not in shown:
@@ -3032,7 +3014,7 @@ class Memory:
 
 
 def _parsed(rows):
-    """-> messages with their id, and how many rows are none."""
+    """-> messages with their id; a row that is none is left out."""
     messages = []
     for id_, body in rows:
         message = _json(body)
@@ -3040,7 +3022,7 @@ def _parsed(rows):
             message_text(message), [c["id"] for c in message.get("tool_calls") or ()]
             if message["role"] in ("user", "assistant", "tool"):
                 messages.append({**message, "id": id_})
-    return messages, len(rows) - len(messages)
+    return messages
 
 
 def repaired(messages: list[dict]) -> list[dict]:
@@ -3093,24 +3075,25 @@ def split_history(messages: list[dict], n_tokens: int) -> tuple[list[dict], list
     Whole rounds only: user | assistant, tool, tool | assistant | ...; kept begins with a user
     message: the last one, if it is older than the rounds kept.
     """
-    rounds = []
-    for message in messages:
-        if message["role"] == "tool" and rounds:
-            rounds[-1].append(message)
-        else:
-            rounds.append([message])
-    first, n_kept = len(rounds), 0
-    while first and (first == len(rounds) or n_kept + message_tokens(rounds[first - 1]) < n_tokens):
-        first -= 1
-        n_kept += message_tokens(rounds[first])
-    users = [i for i, r in enumerate(rounds) if r[0]["role"] == "user"] or [0]
+    begins = [i for i, m in enumerate(messages) if m["role"] != "tool"] or [0]    # of rounds
+    users = [i for i in begins if messages and messages[i]["role"] == "user"] or [0]
+    sizes = itertools.accumulate(message_tokens([m]) for m in reversed(messages))
+    fits_from = len(messages) - sum(size < n_tokens for size in sizes)
+    first = next((i for i in begins if i >= fits_from), begins[-1])
     task = users[-1]
     if first <= task:                    # then some turns are kept, from their beginning
         first = next(i for i in users if i >= first)
-        old, kept = rounds[:first], rounds[first:]
-    else:
-        old, kept = rounds[:task] + rounds[task + 1:first], [rounds[task], *rounds[first:]]
-    return sum(old, []), sum(kept, [])
+        return messages[:first], messages[first:]
+    return messages[:task] + messages[task + 1:first], [messages[task], *messages[first:]]
+
+
+def _ask_aside(agent, prompt, texts, cancel):
+    """The model's answer to something outside the conversation; its tokens count for the turn."""
+    reply = agent.model.reply([{"role": "system", "content": prompt},
+                               {"role": "user", "content": "\n\n".join(texts)}],
+                              [], lambda kind, text: None, cancel)
+    agent.usage = agent.usage.plus(reply.usage)
+    return reply.text
 
 
 class Compactor:
@@ -3188,16 +3171,10 @@ class Compactor:
                 pieces.append([])
                 size = estimate_tokens(text)
             pieces[-1].append(text)
-
-        def summarised(piece):
-            messages = [{"role": "system", "content": SUMMARY_PROMPT},
-                        {"role": "user", "content": "\n\n".join(piece)}]
-            reply = agent.model.reply(messages, [], lambda kind, text: None, cancel)
-            agent.usage = agent.usage.plus(reply.usage)
-            if not reply.text:
-                raise ModelError("the model gave no summary")
-            return reply.text
-        summaries = run_parallel("summary", [lambda p=p: summarised(p) for p in pieces])
+        summaries = run_parallel("summary", [functools.partial(
+            _ask_aside, agent, SUMMARY_PROMPT, piece, cancel) for piece in pieces])
+        if not all(summaries):
+            raise ModelError("the model gave no summary")
         if len(summaries) == 1:
             return summaries[0]
         if len(summaries) >= len(texts):
@@ -3241,8 +3218,8 @@ class Facts:
 
     def save(self, text: str, kind: str = "fact", is_global: bool = False) -> None:
         """Keep a fact or a lesson, for this folder or for all."""
-        self.store.run("INSERT INTO facts(folder, kind, text, created_at) VALUES (?, ?, ?, ?)",
-                       None if is_global else self.folder, kind, clean(self._mask(text)), _now())
+        self.store.run("INSERT INTO facts(folder, kind, text) VALUES (?, ?, ?)",
+                       None if is_global else self.folder, kind, clean(self._mask(text)))
 
     def all(self) -> list[tuple]:
         """Return what counts in this folder: (id, kind, is_global, text), oldest first."""
@@ -3285,11 +3262,8 @@ def reflect(agent: Agent, facts: Facts, cancel: Cancel) -> str:
     if not is_bad or cancel.is_set():
         return ""
     why = f"it ended by {agent.stop_reason}, {n_errors} tool calls failed"
-    text = "\n\n".join(clip(message_text(m), 1000) for m in [turn[0], *turn[1:][-20:]])
-    reply = agent.model.reply([{"role": "system", "content": LESSON_PROMPT.format(why=why)},
-                               {"role": "user", "content": text}], [], lambda kind, text: None,
-                              cancel)
-    lesson = one_line(reply.text, 300)
+    texts = [clip(message_text(m), 1000) for m in [turn[0], *turn[1:][-20:]]]
+    lesson = one_line(_ask_aside(agent, LESSON_PROMPT.format(why=why), texts, cancel), 300)
     if not lesson or lesson in (text for _, _, _, text in facts.all()):
         return ""
     facts.save(lesson, "lesson")
@@ -3304,12 +3278,11 @@ class Undo:
 
     def save_file(self, path: str, data: bytes) -> None:
         """Write a file as section 5's save_file does, and remember it as it was."""
-        before = mode = None
-        if os.path.exists(path):
-            with open(path, "rb") as f:
-                before, mode = f.read(), stat.S_IMODE(os.fstat(f.fileno()).st_mode)
+        is_new = not os.path.exists(path)
+        before, mode = (None, None) if is_new else (_bytes_of(path), os.stat(path).st_mode & 0o7777)
         text = (before or b"").decode("utf-8", "replace")
-        where = (self.memory.session_id or 0, self.memory.turn, path)
+        users = [m["id"] for m in self.memory.messages() if m["role"] == "user"]
+        where = (self.memory.session_id or 0, max(users, default=0), path)
         with self.memory.store.transaction() as run:
             if self.memory.mask(text) == text:            # the first of a turn counts
                 run("INSERT OR IGNORE INTO undo VALUES (?, ?, ?, ?, ?, '')", *where, before, mode)
