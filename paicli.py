@@ -2672,25 +2672,24 @@ class Approver:
                 return Decision("deny", f"nobody is there to ask, and it {why}" if why else
                                 f"nobody is there to ask; --level {tool.level} would allow it",
                                 by="no terminal")
-            word, _, rest = answer.strip().partition(" ")
-            word = word.lower()
-            if word in ("y", "yes") and not rest:
+            answer = answer.strip()
+            word = answer.lower()
+            if word in ("y", "yes"):
                 return Decision(kind, "", arguments, "person")
-            if word in ("a", "always") and not rest and not why:
+            if word in ("a", "always") and not why:
                 key = grant_key(tool, arguments)
                 self.grants.append(key)
                 return Decision(kind, f"from now on unasked: {key}", arguments, "person")
-            if word in ("e", "edit") and not rest:
+            if word in ("e", "edit"):
                 kind, arguments = "edit", self._edited(arguments, cancel)
                 decision, why = self._unasked(tool, arguments)
                 if decision and decision.kind == "deny":
                     return decision
-            elif word in ("d", "details") and not rest:
+            elif word in ("d", "details"):
                 is_whole = True
-            elif not re.match(r"(y|yes|a|always)\b", word):
-                why_not = rest if word in ("n", "no") else answer.strip()
-                return Decision("deny", "the person said no" + (f": {why_not}" if why_not else ""),
-                                by="person")
+            elif not re.match(r"(y|yes|a|always)\b", word):           # "yes, but": asked again
+                why_not = re.sub(r"(?i)^no?(?!\S)\s*", "", answer)
+                return Decision("deny", f"the person said no: {why_not}".rstrip(": "), by="person")
 
     def _question(self, tool, arguments, reason, why, is_whole):
         """What would happen, and the question; a long diff is whole only for "details"."""
@@ -2718,7 +2717,7 @@ class Approver:
 # ---- what was decided, and what is trusted
 
 class Audit:
-    """A file a day of JSON lines: each decision above level 1, and then how it ended."""
+    """A file a day of JSON lines: each decision above level 1, and again with how it ended."""
 
     def __init__(self, folder: str, session: Callable[[], int | None]):
         self.folder = folder
@@ -2728,35 +2727,29 @@ class Audit:
     def on_event(self, event: dict) -> None:
         """Take an event of the toolbox, masked, before the call runs and when it has ended."""
         if event["type"] == "decision" and event["level"] > 1:
-            keys = ("id", "tool", "level", "arguments", "decision", "by", "reason")
-            record = {k: event[k] for k in keys}
-            record["arguments"] = clip(json.dumps(event["arguments"], ensure_ascii=False), 2000)
-            self._open[event["id"]] = record
-            self._write({"session": self._session(), **record})
-        elif event["type"] == "result" and self._open.pop(event["id"], None):
-            self._write({"id": event["id"], "ok": event["ok"], "seconds": event["seconds"],
-                         "outcome": one_line(event["text"])})
-
-    def _write(self, record):
-        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        line = json.dumps({"time": now, **record}, ensure_ascii=False) + "\n"
+            keys = ("id", "tool", "level", "decision", "by", "reason")
+            record = self._open[event["id"]] = {
+                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "session": self._session(),
+                "arguments": clip(json.dumps(event["arguments"], ensure_ascii=False), 2000),
+                **{k: event[k] for k in keys}}
+        elif event["type"] == "result" and event["id"] in self._open:
+            record = {**self._open.pop(event["id"]), "ok": event["ok"],
+                      "seconds": event["seconds"], "outcome": one_line(event["text"])}
+        else:
+            return
         with contextlib.suppress(OSError):                # said once, at the start
-            append_private(os.path.join(self.folder, now[:10] + ".jsonl"), line)
+            append_private(os.path.join(self.folder, record["time"][:10] + ".jsonl"),
+                           json.dumps(record, ensure_ascii=False) + "\n")
 
     def last(self, n: int) -> list[dict]:
         """Return the last n calls of the last days that have any, oldest first, each one record."""
-        calls = []
+        calls = {}                       # the second line of a call takes the place of its first
         for name in sorted(os.listdir(self.folder))[-7:] if os.path.isdir(self.folder) else ():
             for line in read_text(os.path.join(self.folder, name)).split("\n"):
                 with contextlib.suppress(ValueError, LookupError):
                     record = json.loads(line)
-                    known = next((c for c in reversed(calls) if c["id"] == record["id"]
-                                  and "ok" not in c), None)
-                    if "ok" not in record:
-                        calls.append(record)
-                    elif known:
-                        known.update({**record, "time": known["time"]})
-        return calls[-n:]
+                    calls[record["time"], record["id"], record["arguments"]] = record
+        return list(calls.values())[-n:]
 
 
 def _digest(data):
@@ -2779,11 +2772,11 @@ class Trust:
         """
         with open(path, "rb") as f:
             content = f.read()
-        real, known = os.path.realpath(path), read_text(self.path).split("\n")
-        entry = f"{_digest(content)}  {real}"
+        real, known = os.path.realpath(path), read_text(self.path)
+        entry = f"{_digest(content)}  {real}\n"
         if entry in known:
             return content
-        if any(line.endswith("  " + real) for line in known):
+        if f"  {real}\n" in known:
             what = "has changed since you trusted it, and " + what
         shown = visible(redact(content.decode("utf-8", "replace"))).replace("\n", "\n    ")
         answer = self._ask(f"⚠️ {visible(path)} {what}. It says:\n    {shown}\n"
@@ -2791,7 +2784,7 @@ class Trust:
         if (answer or "").strip().lower() not in ("y", "yes"):
             return None
         with contextlib.suppress(OSError):                # then it is asked again next time
-            append_private(self.path, entry + "\n")
+            append_private(self.path, entry)
         return content
 
 
