@@ -2419,8 +2419,8 @@ def split_shell(text: str) -> Iterator[tuple[str, list[str]]]:
                 body = re.compile(rf"(.*?)^\t*{last}\r?$", re.S | re.M).match(text, at)
                 if body:                 # in an unquoted one, $(...) runs
                     is_text = re.search(r"['\"\\]", name)
-                    words.append("'" + body[1].replace("'", "'\\''") + "'" if is_text else
-                                 '"' + body[1].replace('"', '\\"') + '"')
+                    quote, escaped = ("'", "'\\''") if is_text else ('"', '\\"')
+                    words.append(quote + body[1].replace(quote, escaped) + quote)
                     at = body.end()
             documents = [] if token == "\n" else documents
             if words:
@@ -2498,7 +2498,7 @@ class ShellReader:
             self.variables.update((w, worst) for w in words[1:] if w.isidentifier())
         if words[0] in ("cd", "pushd"):
             to = next((w for w in words[1:] if not w.startswith("-")), "~")
-            folder = os.path.join(folder, self._path("~" if re.match(r"\d?$|[<>]", to) else to))
+            folder = self._path("~" if re.match(r"\d?$|[<>]", to) else to, folder)
             self.variables["PWD"] = folder
         return folder
 
@@ -2541,14 +2541,15 @@ class ShellReader:
         return re.sub(r"\$(?:\{(?=\w+[^\w}]?[^}]*\}))?([A-Za-z_]\w*)(?::?[-=]([^}]*)\}|[^\w}]*\}|)",
                       value, text)
 
-    def _path(self, word):
-        return re.sub(r"^~(?=/|$)", lambda m: self.home, word)
+    def _path(self, word, folder):
+        word = re.sub(r"^~(?=/|$)", lambda m: self.home, word)
+        return os.path.normpath(os.path.join(folder, word))
 
     def _marked(self, word, folder):
         """ "/" or "." for a path that RULES have so, else the word."""
         if not word or word[0] in "-$" or "\n" in word:
             return word
-        path = os.path.normpath(os.path.join(folder, self._path(word)))
+        path = self._path(word, folder)
         parent, last = os.path.split(path)
         path = parent if re.fullmatch(r"[.*?]*\*[.*?]*|\.\[!\.\]\*", last) else path
         if path == self.root != self.home:
@@ -2563,7 +2564,7 @@ def judge(command: str, root: str, home: str, variables: dict) -> tuple[str, str
 
     `root` is where it starts, `home` the person's folder, `variables` what the shell will know.
     """
-    found = {}
+    found = {"": ""}
     reader = ShellReader(root, home, {**variables, "IFS": " ", "HOME": home, "PWD": root})
     try:
         for line in reader.commands(command):
@@ -2573,7 +2574,8 @@ def judge(command: str, root: str, home: str, variables: dict) -> tuple[str, str
                     found.setdefault(verdict, f"{why} ({one_line(line, 60)})")
     except (ValueError, RecursionError) as e:
         found["ask"] = f"can't be read ({e})"
-    return next(((v, found[v]) for v in ("refuse", "ask") if v in found), ("", ""))
+    worst = max(found, key=("", "ask", "refuse").index)
+    return worst, found[worst]
 
 
 def judge_call(workspace: Workspace, environ: dict, tool: Tool, arguments: dict
@@ -2636,7 +2638,7 @@ class Approver:
 
     def __init__(self, level: int, ask: Callable[[str, Cancel], str | None],
                  preview: Callable[[Tool, dict], str],
-                 judge: Callable[[Tool, dict], tuple[str, str]] = lambda tool, arguments: ("", "")):
+                 judge: Callable[[Tool, dict], tuple[str, str]]):
         self.level = level               # up to this, nobody is asked
         self.grants = []                 # of grant_key: always allowed, in this session
         self._ask, self._preview, self._judge = ask, preview, judge
@@ -2694,9 +2696,8 @@ class Approver:
     def _question(self, tool, arguments, reason, why, is_whole):
         """What would happen, and the question; a long diff is whole only for "details"."""
         lines = visible(self._preview(tool, arguments)).split("\n")
-        n_hidden = 0 if is_whole or "command" in arguments else len(lines) - MAX_SHOWN_LINES
-        if n_hidden > 0:
-            half = MAX_SHOWN_LINES // 2
+        n_hidden, half = len(lines) - MAX_SHOWN_LINES, MAX_SHOWN_LINES // 2
+        if n_hidden > 0 and not is_whole and "command" not in arguments:
             lines[half:-half] = [f"... {n_hidden} lines are not shown: d shows them"]
         because = f", because: {one_line(reason)}" if reason else ""
         rule = [f"⚠️ always asked: it {why}"] if why else []
@@ -2767,8 +2768,7 @@ class Trust:
     def read(self, path: str, what: str) -> bytes | None:
         """Return the file's content if it is trusted, or is now: the person is shown it.
 
-        `what` says what it would do.  Without a terminal the answer is no.  The content is to be
-        used as returned: the file may change while the person reads.
+        `what` says what it would do.  Use what is returned: the file may change in the meantime.
         """
         with open(path, "rb") as f:
             content = f.read()
@@ -3002,7 +3002,7 @@ class Memory:
             if n_found and m["id"] not in shown:
                 first = min(at for at in map(text.lower().find, words) if at >= 0)
                 hits.append((n_found, m["id"], clip(text[max(0, first - 500):first + 1000], 1600)))
-        best = sorted(sorted(hits, reverse=True)[:5], key=lambda hit: hit[1])
+        best = sorted(sorted(hits, reverse=True)[:5], key=lambda hit: hit[1])      # as it was said
         return "\n\n".join(text for _, _, text in best) or "Nothing earlier has these words."
 
 
@@ -3063,10 +3063,10 @@ def message_tokens(messages: Iterable[dict]) -> int:
 
 
 def split_history(messages: list[dict], n_tokens: int) -> tuple[list[dict], list[dict]]:
-    """Return (old, kept): kept has the last rounds, about n_tokens of them, and the task.
+    """Return (old, kept): kept has the task and the last rounds, about n_tokens of them.
 
-    Whole rounds only: user | assistant, tool, tool | assistant | ...; kept begins with a user
-    message: the last one, if it is older than the rounds kept.
+    Whole rounds only: user | assistant, tool, tool | assistant | ...  The task is the last user
+    message; kept begins with it, or with an older one.
     """
     begins = [i for i, m in enumerate(messages) if m["role"] != "tool"] or [0]    # of rounds
     users = [i for i in begins if messages and messages[i]["role"] == "user"] or [0]
@@ -3120,11 +3120,10 @@ class Compactor:
         messages = agent.memory.messages()
         self._ratio = min(4.0, max(0.5, before / self._estimate(agent, messages)))
         old, kept = split_history(messages, int(KEEP * window / self._ratio))
-        fixed = self._estimate(agent, []) - estimate_tokens(agent.memory.background())
-        room = int(COMPACT_AT * window / self._ratio) - fixed
         summary = self._summary(agent, old, window, cancel) if old else agent.memory.summary
-        kept = _clipped(kept, room - estimate_tokens(summary))
         agent.memory.compacted(summary, old, kept)
+        room = COMPACT_AT * window / self._ratio - self._estimate(agent, [])
+        agent.memory.compacted(summary, [], _clipped(kept, room))
         after = self.n_tokens(agent)
         self._no_use_below = 0
         if after < before:
@@ -3226,10 +3225,7 @@ class Facts:
                        id_, self.folder).rowcount > 0
 
     def relevant(self, task: str) -> list[str]:
-        """Return the facts and lessons for a task: those that share most words with it.
-
-        Facts without a common word fill up what room is left; a lesson must have one.
-        """
+        """Return the facts and lessons that have most words of a task; a lesson must have one."""
         words, chosen = keywords(task), []
         for kind, at_least in (("fact", 0), ("lesson", 1)):
             ranked = sorted(((len(words & keywords(text)), id_, text) for id_, k, _, text
@@ -3284,14 +3280,11 @@ class Undo:
             save_file(path, data)
 
     def undo(self) -> list[str]:
-        """Restore what the last turn that wrote has written; return a line for each file.
-
-        A file that was changed since then stays as it is.
-        """
+        """Restore the files of the last turn that wrote any, but for what was changed since."""
         rows = self.memory.store.run(
-            "SELECT rowid, path, before, mode, after FROM undo WHERE session_id = ? AND turn = "
-            "(SELECT max(turn) FROM undo WHERE session_id = ?)",
-            *[self.memory.session_id or 0] * 2)
+            "SELECT rowid, path, before, mode, after FROM undo WHERE (session_id, turn) = "
+            "(SELECT session_id, max(turn) FROM undo WHERE session_id = ?)",
+            self.memory.session_id or 0)
         return [self._restore(*row) for row in rows]
 
     def _restore(self, rowid, path, before, mode, after):
@@ -3315,7 +3308,6 @@ class Undo:
         return f"{done}: {path}"
 
     def _remove_empty(self, folder):
-        """Remove the folders that were made for a file."""
         with contextlib.suppress(OSError):
             while folder != self.memory.folder and _is_in(folder, self.memory.folder):
                 os.rmdir(folder)
@@ -3347,7 +3339,8 @@ def commands() -> dict[str, tuple]:
         "/audit": (show_audit, "[N]", "the last N decisions and how they ended"),
         "/undo": (undo_turn, "", "restore the files that the last turn wrote"),
         "/sessions": (list_sessions, "", "this folder's conversations"),
-        "/resume": (resume_session, "[ID]", "go on with the last one, or with that one"),
+        "/resume": (lambda app, number: app.memory.resume(number or "last"), "[ID]",
+                    "go on with the last one, or with that one"),
         "/context": (show_context, "", "what the next request holds, in tokens"),
         "/compact": (compact_now, "", "summarise all but the last rounds now"),
         "/memory": (list_facts, "", "what is known for this folder: facts and lessons"),
@@ -3397,8 +3390,8 @@ def choose_model(app, arguments: str) -> str:
         return f"Model: {p.name}, {p.model} at {p.base_url}" + (f"\n⚠️ {notice}" if notice else "")
     lines = []
     for p in PROVIDERS.values():
-        is_set = "is set" if app.config.get(p.prefix + "_API_KEY") else "is not set"
-        key = f"{p.prefix}_API_KEY {is_set}" if p.needs_key else "needs no key"
+        not_ = "" if app.config.get(p.prefix + "_API_KEY") else "not "
+        key = f"{p.prefix}_API_KEY is {not_}set" if p.needs_key else "needs no key"
         lines.append(f"  {p.name:11} {p.model:18} {key}")
     current = getattr(app.agent.model, "provider", None)
     now = f"{current.name}, {current.model}" if current else "the demo model, keyword rules"
@@ -3470,20 +3463,16 @@ def list_sessions(app, arguments: str) -> str:
         or "No conversation was held in this folder."
 
 
-def resume_session(app, arguments: str) -> str:
-    """Go on with another conversation."""
-    return app.memory.resume(arguments or "last")
-
-
 def show_context(app, arguments: str) -> str:
     """Show the layers of the next request."""
     agent, notes = app.agent, app.project_notes
-    layers = (("system", agent.system), ("project notes", notes),
-              ("facts and lessons", agent.known), ("summary", app.memory.background()),
-              ("tool schemas", json.dumps(agent.toolbox.schemas(), ensure_ascii=False)))
-    sizes = {name: estimate_tokens(text) for name, text in layers}
-    sizes["system"] = max(0, sizes["system"] - sizes["project notes"])
-    sizes["conversation"] = message_tokens(app.memory.messages())
+    schemas = json.dumps(agent.toolbox.schemas(), ensure_ascii=False)
+    sizes = {"system": estimate_tokens(agent.system) - estimate_tokens(notes),
+             "project notes": estimate_tokens(notes),
+             "facts and lessons": estimate_tokens(agent.known),
+             "summary": estimate_tokens(app.memory.background()),
+             "tool schemas": estimate_tokens(schemas),
+             "conversation": message_tokens(app.memory.messages())}
     n_tokens, window = app.compact.n_tokens(agent), getattr(agent.model, "window", 0)
     left = f"{max(0, window - n_tokens)} of {window} are left" if window else \
         "the model's window is not known (PAICLI_CONTEXT_WINDOW)"
@@ -3536,20 +3525,19 @@ def load_plugins(app) -> list[str]:
     app.agent.toolbox.remove(app.plugin_names)
     app.plugin_names, notices = [], []
     home, folder = os.path.realpath(app.config.home), os.path.join(app.config.cwd, ".paicli")
-    loaders = {"tools.py": tools_from_module, "tools.json": lambda path, *rest: tools_from_json(
-        path, app.shell.run_argv, app.http, *rest)}
     places = [(home, 1)] + [(folder, 3)] * (os.path.realpath(folder) != home)
-    for (base, level), (name, load) in itertools.product(places, loaders.items()):
+    for (base, level), name in itertools.product(places, ("tools.py", "tools.json")):
         path, source = os.path.join(base, name), None
         if not os.path.isfile(path):
             continue
-        if base == folder:
+        if level == 3:
             source = app.trust.read(path, "would run code on this machine")
             if source is None:
                 notices.append(f"{path} is not loaded: it needs your trust")
                 continue
         try:
-            loaded = load(path, level, source)
+            loaded = tools_from_module(path, level, source) if name == "tools.py" else \
+                tools_from_json(path, app.shell.run_argv, app.http, level, source)
             app.agent.toolbox.add(loaded)
             app.plugin_names += [t.name for t in loaded]
         except ConfigError as e:
