@@ -3467,7 +3467,7 @@ def show_context(app, arguments: str) -> str:
     """Show the layers of the next request."""
     agent, notes = app.agent, app.project_notes
     schemas = json.dumps(agent.toolbox.schemas(), ensure_ascii=False)
-    sizes = {"system": estimate_tokens(agent.system) - estimate_tokens(notes),
+    sizes = {"system": max(0, estimate_tokens(agent.system) - estimate_tokens(notes)),
              "project notes": estimate_tokens(notes),
              "facts and lessons": estimate_tokens(agent.known),
              "summary": estimate_tokens(app.memory.background()),
