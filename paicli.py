@@ -2431,8 +2431,8 @@ def split_shell(text: str) -> Iterator[tuple[str, list[str]]]:
                 body = re.compile(rf"(.*?)^\t*{last}\r?$", re.S | re.M).match(text, at)
                 if body:                 # in an unquoted one, $(...) runs
                     is_text = re.search(r"['\"\\]", name)
-                    words.append("'" + body[1].replace("'", "'\\''") + "'" if is_text else
-                                 '"' + body[1].replace('"', '\\"') + '"')
+                    quote, escaped = ("'", "'\\''") if is_text else ('"', '\\"')
+                    words.append(quote + body[1].replace(quote, escaped) + quote)
                     at = body.end()
             documents = [] if token == "\n" else documents
             if words:
@@ -2510,7 +2510,7 @@ class ShellReader:
             self.variables.update((w, worst) for w in words[1:] if w.isidentifier())
         if words[0] in ("cd", "pushd"):
             to = next((w for w in words[1:] if not w.startswith("-")), "~")
-            folder = os.path.join(folder, self._path("~" if re.match(r"\d?$|[<>]", to) else to))
+            folder = self._path("~" if re.match(r"\d?$|[<>]", to) else to, folder)
             self.variables["PWD"] = folder
         return folder
 
@@ -2553,14 +2553,15 @@ class ShellReader:
         return re.sub(r"\$(?:\{(?=\w+[^\w}]?[^}]*\}))?([A-Za-z_]\w*)(?::?[-=]([^}]*)\}|[^\w}]*\}|)",
                       value, text)
 
-    def _path(self, word):
-        return re.sub(r"^~(?=/|$)", lambda m: self.home, word)
+    def _path(self, word, folder):
+        word = re.sub(r"^~(?=/|$)", lambda m: self.home, word)
+        return os.path.normpath(os.path.join(folder, word))
 
     def _marked(self, word, folder):
         """ "/" or "." for a path that RULES have so, else the word."""
         if not word or word[0] in "-$" or "\n" in word:
             return word
-        path = os.path.normpath(os.path.join(folder, self._path(word)))
+        path = self._path(word, folder)
         parent, last = os.path.split(path)
         path = parent if re.fullmatch(r"[.*?]*\*[.*?]*|\.\[!\.\]\*", last) else path
         if path == self.root != self.home:
@@ -2575,7 +2576,7 @@ def judge(command: str, root: str, home: str, variables: dict) -> tuple[str, str
 
     `root` is where it starts, `home` the person's folder, `variables` what the shell will know.
     """
-    found = {}
+    found = {"": ""}
     reader = ShellReader(root, home, {**variables, "IFS": " ", "HOME": home, "PWD": root})
     try:
         for line in reader.commands(command):
@@ -2585,7 +2586,8 @@ def judge(command: str, root: str, home: str, variables: dict) -> tuple[str, str
                     found.setdefault(verdict, f"{why} ({one_line(line, 60)})")
     except (ValueError, RecursionError) as e:
         found["ask"] = f"can't be read ({e})"
-    return next(((v, found[v]) for v in ("refuse", "ask") if v in found), ("", ""))
+    worst = max(found, key=("", "ask", "refuse").index)
+    return worst, found[worst]
 
 
 def judge_call(workspace: Workspace, environ: dict, tool: Tool, arguments: dict
@@ -2648,7 +2650,7 @@ class Approver:
 
     def __init__(self, level: int, ask: Callable[[str, Cancel], str | None],
                  preview: Callable[[Tool, dict], str],
-                 judge: Callable[[Tool, dict], tuple[str, str]] = lambda tool, arguments: ("", "")):
+                 judge: Callable[[Tool, dict], tuple[str, str]]):
         self.level = level               # up to this, nobody is asked
         self.grants = []                 # of grant_key: always allowed, in this session
         self._ask, self._preview, self._judge = ask, preview, judge
@@ -2684,32 +2686,30 @@ class Approver:
                 return Decision("deny", f"nobody is there to ask, and it {why}" if why else
                                 f"nobody is there to ask; --level {tool.level} would allow it",
                                 by="no terminal")
-            word, _, rest = answer.strip().partition(" ")
-            word = word.lower()
-            if word in ("y", "yes") and not rest:
+            answer = answer.strip()
+            word = answer.lower()
+            if word in ("y", "yes"):
                 return Decision(kind, "", arguments, "person")
-            if word in ("a", "always") and not rest and not why:
+            if word in ("a", "always") and not why:
                 key = grant_key(tool, arguments)
                 self.grants.append(key)
                 return Decision(kind, f"from now on unasked: {key}", arguments, "person")
-            if word in ("e", "edit") and not rest:
+            if word in ("e", "edit"):
                 kind, arguments = "edit", self._edited(arguments, cancel)
                 decision, why = self._unasked(tool, arguments)
                 if decision and decision.kind == "deny":
                     return decision
-            elif word in ("d", "details") and not rest:
+            elif word in ("d", "details"):
                 is_whole = True
-            elif not re.match(r"(y|yes|a|always)\b", word):
-                why_not = rest if word in ("n", "no") else answer.strip()
-                return Decision("deny", "the person said no" + (f": {why_not}" if why_not else ""),
-                                by="person")
+            elif not re.match(r"(y|yes|a|always)\b", word):           # "yes, but": asked again
+                why_not = re.sub(r"(?i)^no?(?!\S)\s*", "", answer)
+                return Decision("deny", f"the person said no: {why_not}".rstrip(": "), by="person")
 
     def _question(self, tool, arguments, reason, why, is_whole):
         """What would happen, and the question; a long diff is whole only for "details"."""
         lines = visible(self._preview(tool, arguments)).split("\n")
-        n_hidden = 0 if is_whole or "command" in arguments else len(lines) - MAX_SHOWN_LINES
-        if n_hidden > 0:
-            half = MAX_SHOWN_LINES // 2
+        n_hidden, half = len(lines) - MAX_SHOWN_LINES, MAX_SHOWN_LINES // 2
+        if n_hidden > 0 and not is_whole and "command" not in arguments:
             lines[half:-half] = [f"... {n_hidden} lines are not shown: d shows them"]
         because = f", because: {one_line(reason)}" if reason else ""
         rule = [f"⚠️ always asked: it {why}"] if why else []
@@ -2730,7 +2730,7 @@ class Approver:
 # ---- what was decided, and what is trusted
 
 class Audit:
-    """A file a day of JSON lines: each decision above level 1, and then how it ended."""
+    """A file a day of JSON lines: each decision above level 1, and again with how it ended."""
 
     def __init__(self, folder: str, session: Callable[[], int | None]):
         self.folder = folder
@@ -2740,35 +2740,29 @@ class Audit:
     def on_event(self, event: dict) -> None:
         """Take an event of the toolbox, masked, before the call runs and when it has ended."""
         if event["type"] == "decision" and event["level"] > 1:
-            keys = ("id", "tool", "level", "arguments", "decision", "by", "reason")
-            record = {k: event[k] for k in keys}
-            record["arguments"] = clip(json.dumps(event["arguments"], ensure_ascii=False), 2000)
-            self._open[event["id"]] = record
-            self._write({"session": self._session(), **record})
-        elif event["type"] == "result" and self._open.pop(event["id"], None):
-            self._write({"id": event["id"], "ok": event["ok"], "seconds": event["seconds"],
-                         "outcome": one_line(event["text"])})
-
-    def _write(self, record):
-        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        line = json.dumps({"time": now, **record}, ensure_ascii=False) + "\n"
+            keys = ("id", "tool", "level", "decision", "by", "reason")
+            record = self._open[event["id"]] = {
+                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "session": self._session(),
+                "arguments": clip(json.dumps(event["arguments"], ensure_ascii=False), 2000),
+                **{k: event[k] for k in keys}}
+        elif event["type"] == "result" and event["id"] in self._open:
+            record = {**self._open.pop(event["id"]), "ok": event["ok"],
+                      "seconds": event["seconds"], "outcome": one_line(event["text"])}
+        else:
+            return
         with contextlib.suppress(OSError):                # said once, at the start
-            append_private(os.path.join(self.folder, now[:10] + ".jsonl"), line)
+            append_private(os.path.join(self.folder, record["time"][:10] + ".jsonl"),
+                           json.dumps(record, ensure_ascii=False) + "\n")
 
     def last(self, n: int) -> list[dict]:
         """Return the last n calls of the last days that have any, oldest first, each one record."""
-        calls = []
+        calls = {}                       # the second line of a call takes the place of its first
         for name in sorted(os.listdir(self.folder))[-7:] if os.path.isdir(self.folder) else ():
             for line in read_text(os.path.join(self.folder, name)).split("\n"):
                 with contextlib.suppress(ValueError, LookupError):
                     record = json.loads(line)
-                    known = next((c for c in reversed(calls) if c["id"] == record["id"]
-                                  and "ok" not in c), None)
-                    if "ok" not in record:
-                        calls.append(record)
-                    elif known:
-                        known.update({**record, "time": known["time"]})
-        return calls[-n:]
+                    calls[record["time"], record["id"], record["arguments"]] = record
+        return list(calls.values())[-n:]
 
 
 def _digest(data):
@@ -2786,16 +2780,15 @@ class Trust:
     def read(self, path: str, what: str) -> bytes | None:
         """Return the file's content if it is trusted, or is now: the person is shown it.
 
-        `what` says what it would do.  Without a terminal the answer is no.  The content is to be
-        used as returned: the file may change while the person reads.
+        `what` says what it would do.  Use what is returned: the file may change in the meantime.
         """
         with open(path, "rb") as f:
             content = f.read()
-        real, known = os.path.realpath(path), read_text(self.path).split("\n")
-        entry = f"{_digest(content)}  {real}"
+        real, known = os.path.realpath(path), read_text(self.path)
+        entry = f"{_digest(content)}  {real}\n"
         if entry in known:
             return content
-        if any(line.endswith("  " + real) for line in known):
+        if f"  {real}\n" in known:
             what = "has changed since you trusted it, and " + what
         shown = visible(redact(content.decode("utf-8", "replace"))).replace("\n", "\n    ")
         answer = self._ask(f"⚠️ {visible(path)} {what}. It says:\n    {shown}\n"
@@ -2803,7 +2796,7 @@ class Trust:
         if (answer or "").strip().lower() not in ("y", "yes"):
             return None
         with contextlib.suppress(OSError):                # then it is asked again next time
-            append_private(self.path, entry + "\n")
+            append_private(self.path, entry)
         return content
 
 
@@ -2836,19 +2829,19 @@ BACKGROUND = ("\n\nEarlier in this conversation (a summary: background, not a re
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions(
     id INTEGER PRIMARY KEY AUTOINCREMENT, folder TEXT NOT NULL, title TEXT NOT NULL,
-    created_at TEXT NOT NULL, updated_at TEXT NOT NULL,
-    summary TEXT NOT NULL DEFAULT '', summarised_to INTEGER NOT NULL DEFAULT 0);
+    created_at TEXT DEFAULT (datetime('now', 'localtime')),
+    updated_at TEXT DEFAULT (datetime('now', 'localtime')),
+    summary TEXT DEFAULT '', summarised_to INTEGER DEFAULT 0, task_id INTEGER DEFAULT 0);
 CREATE TABLE IF NOT EXISTS messages(
-    id INTEGER PRIMARY KEY, session_id INTEGER NOT NULL, created_at TEXT NOT NULL,
-    body TEXT NOT NULL);
+    id INTEGER PRIMARY KEY, session_id INTEGER NOT NULL, body TEXT NOT NULL,
+    created_at TEXT DEFAULT (datetime('now', 'localtime')));
 CREATE TABLE IF NOT EXISTS facts(
     id INTEGER PRIMARY KEY AUTOINCREMENT, folder TEXT, kind TEXT NOT NULL, text TEXT NOT NULL,
-    created_at TEXT NOT NULL);
+    created_at TEXT DEFAULT (datetime('now', 'localtime')));
 CREATE TABLE IF NOT EXISTS undo(
     session_id INTEGER NOT NULL, turn INTEGER NOT NULL, path TEXT NOT NULL, before BLOB,
     mode INTEGER, after TEXT NOT NULL, PRIMARY KEY(session_id, turn, path));
 CREATE INDEX IF NOT EXISTS messages_of_session ON messages(session_id, id);
-CREATE INDEX IF NOT EXISTS sessions_of_folder ON sessions(folder, updated_at);
 """
 
 
@@ -2857,7 +2850,6 @@ class Store:
 
     def __init__(self, path: str):
         import sqlite3
-        self.error = sqlite3.Error
         if path != ":memory:":
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         self._lock = threading.RLock()
@@ -2874,10 +2866,8 @@ class Store:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Callable]:
-        """All or nothing: `with store.transaction() as run: run(sql, *values)`.
-
-        Raises PaiError if the disk is full, say; then nothing has changed.
-        """
+        """All or nothing, else PaiError: `with store.transaction() as run: run(sql, *values)`."""
+        import sqlite3
         with self._lock:
             try:
                 self._db.execute("BEGIN IMMEDIATE")
@@ -2887,7 +2877,7 @@ class Store:
                 finally:
                     if self._db.in_transaction:           # SQLite may have rolled back already
                         self._db.execute("ROLLBACK")
-            except self.error as e:
+            except sqlite3.Error as e:                    # the disk is full, say
                 raise PaiError(f"the conversation can't be stored: {e}") from e
 
     def close(self) -> None:
@@ -2907,10 +2897,6 @@ def open_store(folder: str) -> tuple[Store, str]:
         return Store(":memory:"), f"{folder}/paicli.db can't be used ({why}): nothing is remembered"
 
 
-def _now():
-    return time.strftime("%Y-%m-%d %H:%M:%S")
-
-
 # ---- the conversation
 
 class Memory:
@@ -2924,7 +2910,6 @@ class Memory:
     def clear(self) -> None:
         """Begin another conversation; the one before stays in the store."""
         self.session_id = None           # until the first message
-        self.turn = 0                    # the id of the last user message
         self._last_id = None             # of the last message; another process may add more
         self.summary = ""                # of what is no longer in messages()
         self.measured = None             # (tokens, number of messages) of the last reply
@@ -2945,18 +2930,16 @@ class Memory:
                 bodies = [json.dumps(m, ensure_ascii=False) for m in self._messages] + bodies
                 title = one_line(_get(json.loads(bodies[0]), "content", str) or "", 60)
                 self.session_id = run(
-                    "INSERT INTO sessions(folder, title, created_at, updated_at, summary) "
-                    "VALUES (?, ?, ?, ?, ?)", self.folder, title, _now(), _now(),
-                    self.summary).lastrowid
+                    "INSERT INTO sessions(folder, title, summary) VALUES (?, ?, ?)",
+                    self.folder, title, self.summary).lastrowid
                 self._messages = []
-            elif messages[0]["role"] == "user":
-                run("UPDATE sessions SET updated_at = ? WHERE id = ?", _now(), self.session_id)
-            ids = [run("INSERT INTO messages(session_id, created_at, body) VALUES (?, ?, ?)",
-                       self.session_id, _now(), body).lastrowid for body in bodies]
+            ids = [run("INSERT INTO messages(session_id, body) VALUES (?, ?)",
+                       self.session_id, body).lastrowid for body in bodies]
+            if messages[0]["role"] == "user":
+                run("UPDATE sessions SET updated_at = datetime('now', 'localtime') WHERE id = ?",
+                    self.session_id)
         self._messages += [{**json.loads(body), "id": id_} for id_, body in zip(ids, bodies)]
         self._last_id = ids[-1]
-        if messages[-1]["role"] == "user":
-            self.turn = ids[-1]
 
     def messages(self) -> list[dict]:
         """Return what is sent, oldest first."""
@@ -2970,37 +2953,28 @@ class Memory:
             self.folder)
 
     def resume(self, choice: str = "last") -> str:
-        """Go on with a conversation of this folder, by number; return what to tell the person.
-
-        Raises ConfigError if there is none.
+        """Go on with this folder's last conversation, or the one of that number; return what to
+        tell the person.  Raises ConfigError if there is none.
         """
         found = self.store.run(
-            "SELECT id, title, summary, summarised_to FROM sessions WHERE folder = ? AND "
-            "(id = ? OR ? = 'last') ORDER BY updated_at DESC, id DESC LIMIT 1",
-            self.folder, choice, choice)
+            "SELECT id, title, summary, summarised_to, task_id FROM sessions WHERE folder = ? "
+            "AND ? IN (CAST(id AS TEXT), 'last') ORDER BY updated_at DESC, id DESC LIMIT 1",
+            self.folder, choice)
         if not found:
             raise ConfigError("no conversation was held in this folder" if choice == "last" else
                               f"no conversation {choice} in this folder; see /sessions")
         self.clear()
-        self.session_id, title, self.summary, summarised_to = found[0]
-        rows = self.store.run("SELECT id, body FROM messages WHERE session_id = ? AND id > ? "
-                              "ORDER BY id", self.session_id, summarised_to)
-        messages, n_bad = _parsed(rows)
-        if not messages or messages[0]["role"] != "user":            # the task of a compaction
-            messages = self._task(summarised_to) + messages
+        self.session_id, title, self.summary, *kept = found[0]
+        rows = self.store.run("SELECT id, body FROM messages WHERE session_id = ? AND "
+                              "(id > ? OR id = ?) ORDER BY id", self.session_id, *kept)
+        messages = _parsed(rows)
         self._messages = repaired(messages)
-        self.turn = max((m["id"] for m in messages if m["role"] == "user"), default=0)
-        self._last_id = self.store.run("SELECT max(id) FROM messages WHERE session_id = ?",
-                                       self.session_id)[0][0]
+        self._last_id = rows[-1][0] if rows else None
+        n_bad = len(rows) - len(messages)
         bad = f"; {n_bad} of them can't be read and are left out" if n_bad else ""
-        last = one_line(message_text(self._messages[-1]), 100) if messages else ""
+        last = one_line(message_text(self._messages[-1]), 100) if self._messages else ""
         return (f"Conversation {self.session_id} goes on: {title} ({len(rows)} messages{bad})\n"
                 f"  {last}")
-
-    def _task(self, summarised_to):
-        rows = self.store.run("SELECT id, body FROM messages WHERE session_id = ? AND id <= ? "
-                              "ORDER BY id DESC LIMIT 500", self.session_id, summarised_to)
-        return [m for m in _parsed(rows)[0] if m["role"] == "user"][:1]
 
     def background(self) -> str:
         """Return what joins the system message about what is no longer in messages()."""
@@ -3010,8 +2984,9 @@ class Memory:
         """From now on send `kept`, and `summary` instead of `old`."""
         last = max((m.get("id", 0) for m in old), default=0)
         if last:
-            self.store.run("UPDATE sessions SET summary = ?, summarised_to = ? WHERE id = ?",
-                           clean(self.mask(summary)), last, self.session_id)
+            self.store.run(
+                "UPDATE sessions SET summary = ?, summarised_to = ?, task_id = ? WHERE id = ?",
+                clean(self.mask(summary)), last, kept[0].get("id", 0), self.session_id)
         self.summary, self._messages, self.measured = summary, kept, None
 
     def delete_all(self) -> None:
@@ -3033,18 +3008,18 @@ class Memory:
         rows = self.store.run("SELECT id, body FROM messages WHERE session_id = ? ORDER BY id",
                               self.session_id)
         shown = {m.get("id") for m in self._messages}
-        for m in _parsed(rows)[0]:
+        for m in _parsed(rows):
             text = message_text(m)
             n_found = len(words & keywords(text))
             if n_found and m["id"] not in shown:
                 first = min(at for at in map(text.lower().find, words) if at >= 0)
                 hits.append((n_found, m["id"], clip(text[max(0, first - 500):first + 1000], 1600)))
-        best = sorted(sorted(hits, reverse=True)[:5], key=lambda hit: hit[1])
+        best = sorted(sorted(hits, reverse=True)[:5], key=lambda hit: hit[1])      # as it was said
         return "\n\n".join(text for _, _, text in best) or "Nothing earlier has these words."
 
 
 def _parsed(rows):
-    """-> messages with their id, and how many rows are none."""
+    """-> messages with their id; a row that is none is left out."""
     messages = []
     for id_, body in rows:
         message = _json(body)
@@ -3052,7 +3027,7 @@ def _parsed(rows):
             message_text(message), [c["id"] for c in message.get("tool_calls") or ()]
             if message["role"] in ("user", "assistant", "tool"):
                 messages.append({**message, "id": id_})
-    return messages, len(rows) - len(messages)
+    return messages
 
 
 def repaired(messages: list[dict]) -> list[dict]:
@@ -3100,29 +3075,30 @@ def message_tokens(messages: Iterable[dict]) -> int:
 
 
 def split_history(messages: list[dict], n_tokens: int) -> tuple[list[dict], list[dict]]:
-    """Return (old, kept): kept has the last rounds, about n_tokens of them, and the task.
+    """Return (old, kept): kept has the task and the last rounds, about n_tokens of them.
 
-    Whole rounds only: user | assistant, tool, tool | assistant | ...; kept begins with a user
-    message: the last one, if it is older than the rounds kept.
+    Whole rounds only: user | assistant, tool, tool | assistant | ...  The task is the last user
+    message; kept begins with it, or with an older one.
     """
-    rounds = []
-    for message in messages:
-        if message["role"] == "tool" and rounds:
-            rounds[-1].append(message)
-        else:
-            rounds.append([message])
-    first, n_kept = len(rounds), 0
-    while first and (first == len(rounds) or n_kept + message_tokens(rounds[first - 1]) < n_tokens):
-        first -= 1
-        n_kept += message_tokens(rounds[first])
-    users = [i for i, r in enumerate(rounds) if r[0]["role"] == "user"] or [0]
+    begins = [i for i, m in enumerate(messages) if m["role"] != "tool"] or [0]    # of rounds
+    users = [i for i in begins if messages and messages[i]["role"] == "user"] or [0]
+    sizes = itertools.accumulate(message_tokens([m]) for m in reversed(messages))
+    fits_from = len(messages) - sum(size < n_tokens for size in sizes)
+    first = next((i for i in begins if i >= fits_from), begins[-1])
     task = users[-1]
     if first <= task:                    # then some turns are kept, from their beginning
         first = next(i for i in users if i >= first)
-        old, kept = rounds[:first], rounds[first:]
-    else:
-        old, kept = rounds[:task] + rounds[task + 1:first], [rounds[task], *rounds[first:]]
-    return sum(old, []), sum(kept, [])
+        return messages[:first], messages[first:]
+    return messages[:task] + messages[task + 1:first], [messages[task], *messages[first:]]
+
+
+def _ask_aside(agent, prompt, texts, cancel):
+    """The model's answer to something outside the conversation; its tokens count for the turn."""
+    reply = agent.model.reply([{"role": "system", "content": prompt},
+                               {"role": "user", "content": "\n\n".join(texts)}],
+                              [], lambda kind, text: None, cancel)
+    agent.usage = agent.usage.plus(reply.usage)
+    return reply.text
 
 
 class Compactor:
@@ -3158,11 +3134,10 @@ class Compactor:
         self._ratio = min(4.0, before / estimate)
         window = min(limit or before, before) if must else limit
         old, kept = split_history(messages, int(KEEP * window / self._ratio))
-        fixed = self._estimate(agent, []) - estimate_tokens(agent.memory.background())
-        room = int(COMPACT_AT * window / self._ratio) - fixed
         summary = self._summary(agent, old, window, cancel) if old else agent.memory.summary
-        kept = _clipped(kept, room - estimate_tokens(summary))
         agent.memory.compacted(summary, old, kept)
+        room = COMPACT_AT * window / self._ratio - self._estimate(agent, [])
+        agent.memory.compacted(summary, [], _clipped(kept, room))
         after = self.n_tokens(agent)
         self._no_use_below = 0
         if after < before:
@@ -3202,16 +3177,10 @@ class Compactor:
                 pieces.append([])
                 size = estimate_tokens(text)
             pieces[-1].append(text)
-
-        def summarised(piece):
-            messages = [{"role": "system", "content": SUMMARY_PROMPT},
-                        {"role": "user", "content": "\n\n".join(piece)}]
-            reply = agent.model.reply(messages, [], lambda kind, text: None, cancel)
-            agent.usage = agent.usage.plus(reply.usage)
-            if not reply.text:
-                raise ModelError("the model gave no summary")
-            return reply.text
-        summaries = run_parallel("summary", [lambda p=p: summarised(p) for p in pieces])
+        summaries = run_parallel("summary", [functools.partial(
+            _ask_aside, agent, SUMMARY_PROMPT, piece, cancel) for piece in pieces])
+        if not all(summaries):
+            raise ModelError("the model gave no summary")
         if len(summaries) == 1:
             return summaries[0]
         if len(summaries) >= len(texts):
@@ -3255,8 +3224,8 @@ class Facts:
 
     def save(self, text: str, kind: str = "fact", is_global: bool = False) -> None:
         """Keep a fact or a lesson, for this folder or for all."""
-        self.store.run("INSERT INTO facts(folder, kind, text, created_at) VALUES (?, ?, ?, ?)",
-                       None if is_global else self.folder, kind, clean(self._mask(text)), _now())
+        self.store.run("INSERT INTO facts(folder, kind, text) VALUES (?, ?, ?)",
+                       None if is_global else self.folder, kind, clean(self._mask(text)))
 
     def all(self) -> list[tuple]:
         """Return what counts in this folder: (id, kind, is_global, text), oldest first."""
@@ -3270,10 +3239,7 @@ class Facts:
                        id_, self.folder).rowcount > 0
 
     def relevant(self, task: str) -> list[str]:
-        """Return the facts and lessons for a task: those that share most words with it.
-
-        Facts without a common word fill up what room is left; a lesson must have one.
-        """
+        """Return the facts and lessons that have most words of a task; a lesson must have one."""
         words, chosen = keywords(task), []
         for kind, at_least in (("fact", 0), ("lesson", 1)):
             ranked = sorted(((len(words & keywords(text)), id_, text) for id_, k, _, text
@@ -3299,11 +3265,8 @@ def reflect(agent: Agent, facts: Facts, cancel: Cancel) -> str:
     if not is_bad or cancel.is_set():
         return ""
     why = f"it ended by {agent.stop_reason}, {n_errors} tool calls failed"
-    text = "\n\n".join(clip(message_text(m), 1000) for m in [turn[0], *turn[1:][-20:]])
-    reply = agent.model.reply([{"role": "system", "content": LESSON_PROMPT.format(why=why)},
-                               {"role": "user", "content": text}], [], lambda kind, text: None,
-                              cancel)
-    lesson = one_line(reply.text, 300)
+    texts = [clip(message_text(m), 1000) for m in [turn[0], *turn[1:][-20:]]]
+    lesson = one_line(_ask_aside(agent, LESSON_PROMPT.format(why=why), texts, cancel), 300)
     if not lesson or lesson in (text for _, _, _, text in facts.all()):
         return ""
     facts.save(lesson, "lesson")
@@ -3318,12 +3281,11 @@ class Undo:
 
     def save_file(self, path: str, data: bytes) -> None:
         """Write a file as section 5's save_file does, and remember it as it was."""
-        before = mode = None
-        if os.path.exists(path):
-            with open(path, "rb") as f:
-                before, mode = f.read(), stat.S_IMODE(os.fstat(f.fileno()).st_mode)
+        is_new = not os.path.exists(path)
+        before, mode = (None, None) if is_new else (_bytes_of(path), os.stat(path).st_mode & 0o7777)
         text = (before or b"").decode("utf-8", "replace")
-        where = (self.memory.session_id or 0, self.memory.turn, path)
+        users = [m["id"] for m in self.memory.messages() if m["role"] == "user"]
+        where = (self.memory.session_id or 0, max(users, default=0), path)
         with self.memory.store.transaction() as run:
             if self.memory.mask(text) == text:            # the first of a turn counts
                 run("INSERT OR IGNORE INTO undo VALUES (?, ?, ?, ?, ?, '')", *where, before, mode)
@@ -3332,14 +3294,11 @@ class Undo:
             save_file(path, data)
 
     def undo(self) -> list[str]:
-        """Restore what the last turn that wrote has written; return a line for each file.
-
-        A file that was changed since then stays as it is.
-        """
+        """Restore the files of the last turn that wrote any, but for what was changed since."""
         rows = self.memory.store.run(
-            "SELECT rowid, path, before, mode, after FROM undo WHERE session_id = ? AND turn = "
-            "(SELECT max(turn) FROM undo WHERE session_id = ?)",
-            *[self.memory.session_id or 0] * 2)
+            "SELECT rowid, path, before, mode, after FROM undo WHERE (session_id, turn) = "
+            "(SELECT session_id, max(turn) FROM undo WHERE session_id = ?)",
+            self.memory.session_id or 0)
         return [self._restore(*row) for row in rows]
 
     def _restore(self, rowid, path, before, mode, after):
@@ -3363,7 +3322,6 @@ class Undo:
         return f"{done}: {path}"
 
     def _remove_empty(self, folder):
-        """Remove the folders that were made for a file."""
         with contextlib.suppress(OSError):
             while folder != self.memory.folder and _is_in(folder, self.memory.folder):
                 os.rmdir(folder)
@@ -3395,7 +3353,8 @@ def commands() -> dict[str, tuple]:
         "/audit": (show_audit, "[N]", "the last N decisions and how they ended"),
         "/undo": (undo_turn, "", "restore the files that the last turn wrote"),
         "/sessions": (list_sessions, "", "this folder's conversations"),
-        "/resume": (resume_session, "[ID]", "go on with the last one, or with that one"),
+        "/resume": (lambda app, number: app.memory.resume(number or "last"), "[ID]",
+                    "go on with the last one, or with that one"),
         "/context": (show_context, "", "what the next request holds, in tokens"),
         "/compact": (compact_now, "", "summarise all but the last rounds now"),
         "/memory": (list_facts, "", "what is known for this folder: facts and lessons"),
@@ -3445,8 +3404,8 @@ def choose_model(app, arguments: str) -> str:
         return f"Model: {p.name}, {p.model} at {p.base_url}" + (f"\n⚠️ {notice}" if notice else "")
     lines = []
     for p in PROVIDERS.values():
-        is_set = "is set" if app.config.get(p.prefix + "_API_KEY") else "is not set"
-        key = f"{p.prefix}_API_KEY {is_set}" if p.needs_key else "needs no key"
+        not_ = "" if app.config.get(p.prefix + "_API_KEY") else "not "
+        key = f"{p.prefix}_API_KEY is {not_}set" if p.needs_key else "needs no key"
         lines.append(f"  {p.name:11} {p.model:18} {key}")
     current = getattr(app.agent.model, "provider", None)
     now = f"{current.name}, {current.model}" if current else "the demo model, keyword rules"
@@ -3518,20 +3477,16 @@ def list_sessions(app, arguments: str) -> str:
         or "No conversation was held in this folder."
 
 
-def resume_session(app, arguments: str) -> str:
-    """Go on with another conversation."""
-    return app.memory.resume(arguments or "last")
-
-
 def show_context(app, arguments: str) -> str:
     """Show the layers of the next request."""
     agent, notes = app.agent, app.project_notes
-    layers = (("system", agent.system), ("project notes", notes),
-              ("facts and lessons", agent.known), ("summary", app.memory.background()),
-              ("tool schemas", json.dumps(agent.toolbox.schemas(), ensure_ascii=False)))
-    sizes = {name: estimate_tokens(text) for name, text in layers}
-    sizes["system"] = max(0, sizes["system"] - sizes["project notes"])
-    sizes["conversation"] = message_tokens(app.memory.messages())
+    schemas = json.dumps(agent.toolbox.schemas(), ensure_ascii=False)
+    sizes = {"system": max(0, estimate_tokens(agent.system) - estimate_tokens(notes)),
+             "project notes": estimate_tokens(notes),
+             "facts and lessons": estimate_tokens(agent.known),
+             "summary": estimate_tokens(app.memory.background()),
+             "tool schemas": estimate_tokens(schemas),
+             "conversation": message_tokens(app.memory.messages())}
     n_tokens, window = app.compact.n_tokens(agent), getattr(agent.model, "window", 0)
     left = f"{max(0, window - n_tokens)} of {window} are left" if window else \
         "the model's window is not known (PAICLI_CONTEXT_WINDOW)"
@@ -3584,20 +3539,19 @@ def load_plugins(app) -> list[str]:
     app.agent.toolbox.remove(app.plugin_names)
     app.plugin_names, notices = [], []
     home, folder = os.path.realpath(app.config.home), os.path.join(app.config.cwd, ".paicli")
-    loaders = {"tools.py": tools_from_module, "tools.json": lambda path, *rest: tools_from_json(
-        path, app.shell.run_argv, app.http, *rest)}
     places = [(home, 1)] + [(folder, 3)] * (os.path.realpath(folder) != home)
-    for (base, level), (name, load) in itertools.product(places, loaders.items()):
+    for (base, level), name in itertools.product(places, ("tools.py", "tools.json")):
         path, source = os.path.join(base, name), None
         if not os.path.isfile(path):
             continue
-        if base == folder:
+        if level == 3:
             source = app.trust.read(path, "would run code on this machine")
             if source is None:
                 notices.append(f"{path} is not loaded: it needs your trust")
                 continue
         try:
-            loaded = load(path, level, source)
+            loaded = tools_from_module(path, level, source) if name == "tools.py" else \
+                tools_from_json(path, app.shell.run_argv, app.http, level, source)
             app.agent.toolbox.add(loaded)
             app.plugin_names += [t.name for t in loaded]
         except ConfigError as e:

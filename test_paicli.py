@@ -2409,9 +2409,9 @@ class TestCommands(Case):
         paicli.clear_history(app, "")
         app.memory.add({"role": "user", "content": "second"})
         self.assertRegex(paicli.list_sessions(app, ""), r"(?s)^\*    2  .*1 messages  second\n     1  .*2 messages  first$")
-        self.assertIn("Conversation 1 goes on: first", paicli.resume_session(app, "1"))
+        self.assertIn("Conversation 1 goes on: first", paicli.run_command(app, "/resume 1"))
         self.assertEqual("ok", app.agent.memory.messages()[-1]["content"])
-        self.assertIn("Conversation 2 goes on: second", paicli.resume_session(app, ""))
+        self.assertIn("Conversation 2 goes on: second", paicli.run_command(app, "/resume"))
 
     def test_the_context_is_shown_and_compacted(self):
         self.write("AGENTS.md", "notes " * 100)
