@@ -400,7 +400,10 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
         barred = set(NOT_FROM_A_PROJECT) & set(values) if source == "./.env" else set()
         notices += [f"./.env sets {name}: a folder may not, so it is not used" for name in barred]
         settings.update({k: Setting(v, source) for k, v in values.items() if v and k not in barred})
-        for key in (v for k, v in values.items() if k.upper().endswith("API_KEY") and len(v) > 7):
+        keys = [v for k, v in values.items() if k.upper().endswith("API_KEY") and len(v) > 7]
+        if source == "./.env":           # a word as a "key" would mask that word everywhere
+            keys = [v for v in keys if re.search(r"\d", v) and not re.search(r"\s", v)]
+        for key in keys:
             secrets |= {key, json.dumps(key)[1:-1], json.dumps(key, ensure_ascii=False)[1:-1]}
     for name, value in options.items():                   # --level 2 is PAICLI_LEVEL=2, and so on
         settings["PAICLI_" + name.upper()] = Setting(value, "command line")
@@ -2356,7 +2359,7 @@ def _same(arguments):
 # So a command is first taken apart as a shell would, and each simple command in it is judged.
 # Simplified: rules are a speed bump in front of the question, not a sandbox: any interpreter can
 # hide anything from them.  PAICLI_SANDBOX puts a real one (bwrap, docker) around each command.
-# Tests: TestApproval (exercise, 2 of 3 stars).  Try: /policy, /audit, PAICLI_LEVEL.
+# Tests: TestApproval (exercise, 3 of 3 stars).  Try: /policy, /audit, PAICLI_LEVEL.
 
 WRITERS = ("write_file", "edit_file", "create_project")             # shown as a diff
 
@@ -2377,11 +2380,11 @@ RULES = (
     ("mk wipefs blkdiscard format",
      r"(?:mkfs(?:\.\w+)?|mke2fs|mkswap|wipefs|blkdiscard)(?= |$)|format [a-z]:",
      "refuse", "formats a disk"),
-    ("/dev/", rf"(?:.* )?(?:of=|&?>[>|]? ){_DISK}|(?:cp|mv)\b.* {_DISK}\S*$|"
+    ("/dev/", rf"(?:.* )?(?:of=|&?>[>|¦]? ){_DISK}|(?:cp|mv)\b.* {_DISK}\S*$|"
      rf"(?:tee|shred)\b.* {_DISK}", "refuse", "overwrites a disk"),
     ("()", r"text: (?:.* )?(:|\w{1,40}) \(\) \{ \1 ¦ \1 &", "refuse", "is a fork bomb"),
     ("shutdown reboot halt poweroff init kill",
-     r"(?:shutdown|reboot|halt|poweroff)(?= |$)|(?:tel)?init [06]|kill (?:-\S+ )+-1$"
+     r"(?:shutdown|reboot|halt|poweroff)(?= |$)|(?:tel)?init [06]|kill (?:-\S+ (?:\w+ )?)+-1$"
      r"|systemctl (?:-\S+ )*(?:poweroff|reboot|halt)", "refuse", "ends all that runs here"),
     ("| curl wget", rf".*\b(?:curl|wget|base64|xxd|openssl)\b.* \| {_RUNS}(?: -(?![cem])\S*)*$"
      rf"|.* \| {_SHELL}(?: -(?![cn])\S*)*(?: -s .*)?$"
@@ -2463,6 +2466,8 @@ class ShellReader:
         written = [w for before, words in parts for w in (before, *words) if w]
         yield "text: " + " ".join("quoted" if re.search("['\"]", w) else w for w in written
                                   ).replace("|", "¦")
+        if len(text) > 100000:
+            raise ValueError("it is too long")
         folders, pipe, assigned = [self.root], "", []
         for before, written in parts:
             for inner in self._substituted(written):
@@ -2477,7 +2482,7 @@ class ShellReader:
             lines = list(self._with_inner(words, folders[-1]))
             pipe = pipe if re.search(r"(?<!\|)\|&?$", before) else ""
             yield from (pipe + line for line in lines)
-            pipe = (pipe + lines[0] + " | ")[-2000:]
+            pipe = (pipe + lines[0] + " | ")[-500:]
             folders[-1] = self._after(words, folders[-1])
 
     def _substituted(self, written):
@@ -2485,7 +2490,15 @@ class ShellReader:
         for word in written:
             for quoted in re.findall(r"'[^']*'|\"((?:\\.|[^\"\\])*)\"", word):
                 yield from re.findall(r"(?<!\\)`([^`]*)`", quoted)
-                yield from re.split(r"(?<!\\)\$\(", quoted)[1:]
+                for text in re.split(r"(?<!\\)\$\((?!\()", quoted)[1:]:
+                    depth = at = 0                        # what follows its own ) is text
+                    while depth >= 0 and at < len(text):
+                        match = re.compile(_SHELL_TOKEN).match(text, at)
+                        if not match:
+                            raise ValueError("a quote does not end")
+                        at = match.end()
+                        depth += {"(": 1, ")": -1}.get(match["end"], 0)
+                    yield text[:at - 1] if depth < 0 else text
 
     def _begin(self, words):
         """-> (the words from the program's name on, the variables set before it)"""
@@ -2495,6 +2508,8 @@ class ShellReader:
             if match:
                 self.variables[match[1]] = None if "$" in match[2] else match[2]
                 assigned.append(match[1])
+            elif words[0].isdecimal() and words[1:] and re.match("[<>]", words[1]):
+                pass                                      # the 2 of 2> file
             elif re.fullmatch(r"&?[<>]+[&|-]?", words[0]) and words[2:]:
                 words = words[2:] + ["", *words[:2]]      # > file comes at the end
                 continue
@@ -2594,7 +2609,7 @@ def judge_call(workspace: Workspace, environ: dict, tool: Tool, arguments: dict
                ) -> tuple[str, str]:
     """Return (verdict, why) on a call: on its command, or on a file that makes others run."""
     if tool.name in WRITERS:
-        parts = re.split(r"[\\/]", workspace.resolve(str(arguments.get("path", "."))))
+        parts = re.split(r"[\\/]", workspace.resolve(str(arguments.get("path", "."))).lower())
         runs = {".git", ".paicli"} & set(parts) or parts[-1] == ".env"
         return ("ask", "changes what PaiCLI or git will run or use") if runs else ("", "")
     command = arguments.get("command")
@@ -2782,9 +2797,11 @@ class Trust:
 
         `what` says what it would do.  Use what is returned: the file may change in the meantime.
         """
-        with open(path, "rb") as f:
-            content = f.read()
-        real, known = os.path.realpath(path), read_text(self.path)
+        try:
+            content = _bytes_of(path)
+        except OSError:                                   # not ours to read
+            return None
+        real, known = os.path.realpath(path).replace("\n", "?"), read_text(self.path)
         entry = f"{_digest(content)}  {real}\n"
         if entry in known:
             return content
@@ -3930,7 +3947,7 @@ class App:
 
     def ask(self, question: str, cancel: Cancel) -> str | None:
         """Have the main thread ask; called on any thread, wakes on cancel."""
-        question = self.mask(question)
+        question = redact(question)      # not self.mask: a folder's "key" may be a piece of code
         if threading.current_thread() is threading.main_thread():       # nothing runs yet
             return ask(question, cancel)
         answer = queue.SimpleQueue()
@@ -4187,6 +4204,7 @@ def main(argv: list[str] | None = None) -> int:
         number = getattr(signal, name, None)
         if number and signal.getsignal(number) is signal.SIG_DFL:        # not under nohup
             signal.signal(number, lambda signum, frame: sys.exit(128 + signum))
+    config = None
     try:
         argv = sys.argv[1:] if argv is None else argv
         if not WINDOWS:                                   # undo what the locale made of the bytes
@@ -4200,7 +4218,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except (ConfigError, FileNotFoundError) as e:         # not found: the folder we are in
-        print(f"❌ Error: {redact(str(e))}", file=sys.stderr)
+        print(f"❌ Error: {redact(str(e), config.secrets if config else ())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
