@@ -2835,6 +2835,7 @@ class Trust:
 
 COMPACT_AT = 0.8                         # of the window
 KEEP = 0.3                               # of the window: the last rounds, which stay as they are
+MAX_UNDO = 1000                          # files kept as they were, of all conversations
 N_FACTS = 8                              # that join a system message, and as many lessons
 
 SUMMARY_PROMPT = """Summarise this part of a conversation between a person and a coding agent, for
@@ -3111,9 +3112,12 @@ def split_history(messages: list[dict], n_tokens: int) -> tuple[list[dict], list
 
 def _ask_aside(agent, prompt, texts, cancel):
     """The model's answer to something outside the conversation; its tokens count for the turn."""
+    def on_delta(kind, text):
+        if kind == "retry":
+            agent.on_event({"type": "notice", "text": text})
     reply = agent.model.reply([{"role": "system", "content": prompt},
                                {"role": "user", "content": "\n\n".join(texts)}],
-                              [], lambda kind, text: None, cancel)
+                              [], on_delta, cancel)
     agent.usage = agent.usage.plus(reply.usage)
     return reply.text
 
@@ -3194,8 +3198,11 @@ class Compactor:
                 pieces.append([])
                 size = estimate_tokens(text)
             pieces[-1].append(text)
-        summaries = run_parallel("summary", [functools.partial(
-            _ask_aside, agent, SUMMARY_PROMPT, piece, cancel) for piece in pieces])
+        jobs = [functools.partial(_ask_aside, agent, SUMMARY_PROMPT, piece, cancel)
+                for piece in pieces]
+        summaries = []
+        for i in range(0, len(jobs), 4):                  # providers limit how many at once
+            summaries += run_parallel("summary", jobs[i:i + 4])
         if not all(summaries):
             raise ModelError("the model gave no summary")
         if len(summaries) == 1:
@@ -3308,6 +3315,7 @@ class Undo:
                 run("INSERT OR IGNORE INTO undo VALUES (?, ?, ?, ?, ?, '')", *where, before, mode)
             run("UPDATE undo SET after = ? WHERE session_id = ? AND turn = ? AND path = ?",
                 _digest(data), *where)
+            run("DELETE FROM undo WHERE rowid <= (SELECT max(rowid) FROM undo) - ?", MAX_UNDO)
             save_file(path, data)
 
     def undo(self) -> list[str]:
