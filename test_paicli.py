@@ -303,7 +303,7 @@ def streams_then_waits(*events):
         handler.end_headers()
         handler.wfile.write("".join(f"data: {e}\n\n" for e in events).encode("utf-8"))
         handler.wfile.flush()
-        handler.fake.release.wait(60)
+        handler.fake.release.wait(30)
     return answer
 
 
@@ -356,7 +356,7 @@ def allow(tool, arguments, reason, cancel):
 PROGRAM = [sys.executable, "-c", "import sys, test_paicli; test_paicli.run(*sys.argv[1:])"]
 
 
-def run_program(*args, stdin=None, cwd=None, timeout=120, **variables):
+def run_program(*args, stdin=None, cwd=None, timeout=60, **variables):
     """Run paicli with these arguments, an empty home and no keys; -> CompletedProcess with text."""
     env = {k: v for k, v in os.environ.items() if not k.endswith(("API_KEY", "_proxy", "_PROXY"))}
     env["PYTHONPATH"] = os.pathsep.join([os.getcwd(), str(HERE)])
@@ -1005,7 +1005,7 @@ class TestModel(Case):
         self.assertRaises(paicli.Cancelled, job.wait, timeout_s=30)
         self.assertEqual([("text", "Hel")], self.deltas)        # nothing of asking again
         cancel, before = paicli.Cancel(), self.asked     # also while the server has not even begun to answer
-        job = paicli.Job("ask", lambda: self.ask(lambda handler: handler.fake.release.wait(60), cancel=cancel))
+        job = paicli.Job("ask", lambda: self.ask(lambda handler: handler.fake.release.wait(30), cancel=cancel))
         self.assertTrue(wait_for(lambda: self.asked is not before and self.asked.requests))
         cancel.set()
         self.assertIsInstance(job.error(timeout_s=30), paicli.Cancelled)
@@ -2486,7 +2486,7 @@ class Typist:
             finally:
                 os._exit(99)
 
-    def see(self, pattern, seconds=60):
+    def see(self, pattern, seconds=30):
         """Wait until what came since the last see() matches; return it, or fail."""
         import select
         deadline = time.monotonic() + seconds
@@ -2941,7 +2941,7 @@ def prove(*slugs):
                 pathlib.Path(folder, module + ".py").write_text(copy_of(one, lambda n: n == name), encoding="utf-8")
                 env = {**os.environ, "PAICLI": module, "PYTHONPATH": os.pathsep.join([folder, str(HERE)])}
                 try:
-                    done = subprocess.run([sys.executable, "-m", "unittest", "-f", target], cwd=folder, env=env, timeout=600,
+                    done = subprocess.run([sys.executable, "-m", "unittest", "-f", target], cwd=folder, env=env, timeout=120 if name else 600,
                                           stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8")
                     passed, said = done.returncode == 0 and "skipped" not in done.stderr, done.stderr
                 except subprocess.TimeoutExpired:
