@@ -1602,7 +1602,8 @@ def _tool_from_entry(entry, run_argv, http, level_at_least):
         return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     parameters = entry.get("parameters") or {"type": "object", "properties": {}}
     level = max(entry.get("level", 3), level_at_least)
-    return Tool(name, entry["description"], parameters, run, level)
+    does = " ".join(entry.get("command") or ["requests", entry["request"]["url"]])
+    return Tool(name, f"{entry['description']}\nIt runs: {does}", parameters, run, level)
 
 
 def _filled(template, arguments, encode=str):
@@ -2630,9 +2631,9 @@ def preview(files: FileTools, tool: Tool, arguments: dict) -> str:
     Raises ToolError if the call would fail anyway, so that nobody is asked about it.
     """
     if tool.name not in WRITERS:
-        return "\n".join(v if k == "command" else f"{k}: " + (
-            v if isinstance(v, str) else json.dumps(v, ensure_ascii=False))
-            for k, v in arguments.items())
+        shown = [v if k == "command" else f"{k}: {v if isinstance(v, str) else json.dumps(v)}"
+                 for k, v in arguments.items()]
+        return "\n".join(shown if tool.has_reason else [tool.description, *shown])
     import difflib
     planned, lines = [], []
     rehearsal = FileTools(files.workspace, lambda *write: planned.append(write))
@@ -2728,9 +2729,9 @@ class Approver:
             lines[half:-half] = [f"... {n_hidden} lines are not shown: d shows them"]
         because = f", because: {one_line(reason)}" if reason else ""
         rule = [f"⚠️ always asked: it {why}"] if why else []
-        what = one_line(str(next(iter(arguments.values()), "")), 40)
+        what = " " + one_line(str(next(iter(arguments.values()))), 40) if arguments else ""
         return "\n    ".join([f"❓ {tool.name} ({LEVELS[tool.level]}){because}", *lines, *rule]) + (
-            f"\n{tool.name} {what}: {ANSWERS.replace(' [a]lways,', '') if why else ANSWERS}")
+            f"\n{tool.name}{what}: {ANSWERS.replace(' [a]lways,', '') if why else ANSWERS}")
 
     def _edited(self, arguments, cancel):
         """Return the arguments with those of one line as the person wants them."""
@@ -3288,6 +3289,7 @@ def reflect(agent: Agent, facts: Facts, cancel: Cancel) -> str:
     is_bad = agent.stop_reason in ("rounds", "tokens", "stagnation") or n_errors >= 4
     if not is_bad or cancel.is_set():
         return ""
+    agent.on_event({"type": "wait", "text": "💭 Looking back..."})
     why = f"it ended by {agent.stop_reason}, {n_errors} tool calls failed"
     texts = [clip(message_text(m), 1000) for m in [turn[0], *turn[1:][-20:]]]
     lesson = one_line(_ask_aside(agent, LESSON_PROMPT.format(why=why), texts, cancel), 300)
@@ -3469,7 +3471,8 @@ def show_policy(app, arguments: str) -> str:
     allowed = [f"  {n}. {visible(grant)}" for n, grant in enumerate(grants, 1)] or ["  nothing"]
     sandbox = " ".join(app.shell.sandbox) or "none: set PAICLI_SANDBOX (see the README)"
     return "\n".join([choose_level(app, ""), "Always allowed in this session:", *allowed,
-                      "Rules for commands, at any level:", *rules,
+                      "Rules for commands, at any level (and below level 3, the file tools ask "
+                      "before they write .git, .paicli or .env):", *rules,
                       "Rules are a speed bump, not a sandbox: programs can hide from them.",
                       f"Sandbox: {sandbox}"])
 
@@ -3976,7 +3979,6 @@ class App:
         answer = self.agent.run(self.mask(with_files(self.files, text)), self.cancel)
         is_off = self.config.get("PAICLI_LESSONS").lower() in ("off", "0", "no", "false")
         if not is_off and not self.config.demo:
-            self.on_event({"type": "wait", "text": "💭 Looking back..."})
             with contextlib.suppress(PaiError):           # the turn itself is over and answered
                 lesson = reflect(self.agent, self.facts, self.cancel)
                 if lesson:

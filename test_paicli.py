@@ -1832,8 +1832,11 @@ class TestApproval(Case):
             self.decided(self.approver(1, "n"), {"path": path, "content": content}, self.tool("write_file", 2))
             self.assertIn("\n    " + shown, self.asked[0])
             self.assertIn(f"write_file {path}: [y]es", self.asked[0])
-        self.decided(self.approver(1, "n"), {"path": "x"}, self.tool("load"))       # a tool of one's own may have any name
-        self.assertIn("\n    path: x\n", self.asked[0])
+        mine = paicli.Tool("load", "Count.\nIt runs: wc {path}", {}, None, 3)          # a tool of one's own may have any name
+        self.decided(self.approver(1, "n", "n"), {"path": "x"}, mine)
+        self.assertIn("\n    Count.\n    It runs: wc {path}\n    path: x\nload x: [y]es", self.asked[0])
+        self.decided(self.approver(1, "n"), {}, mine)
+        self.assertIn("\nload: [y]es", self.asked[0])
 
     def test_nobody_is_asked_about_what_would_fail(self):
         edit = {"path": "a.txt", "old_text": "x", "new_text": "y"}
