@@ -1059,9 +1059,8 @@ _ADVICE = {
     "402": "the account has no credit left",
 }
 _OVERFLOW = (r"(?i)context.{0,20}(length|window|size)|prompt.{0,20}(too long|exceeds)"
-                       r"|too many (input )?tokens(?! per)|maximum (context|number of tokens)"
-                       r"|model token limit"
-                       r"|range of input|input tokens exceed")
+             r"|too many (input )?tokens(?! per)|maximum (context|number of tokens)"
+             r"|model token limit|range of input|input tokens exceed")
 
 
 def model_error(error: HttpError, provider: Provider) -> ModelError:
@@ -2451,6 +2450,20 @@ def split_shell(text: str) -> Iterator[tuple[str, list[str]]]:
         yield before, words
 
 
+def _up_to_its_bracket(text):
+    """What follows a $( -> the part before the ) that closes it."""
+    depth = at = 0
+    while at < len(text):
+        match = re.compile(_SHELL_TOKEN).match(text, at)
+        if not match:
+            raise ValueError("a quote does not end")
+        at = match.end()
+        depth += {"(": 1, ")": -1}.get(match["end"], 0)
+        if depth < 0:
+            return text[:at - 1]
+    return text
+
+
 class ShellReader:
     """Tells what a command would run, as far as its text says."""
 
@@ -2491,15 +2504,7 @@ class ShellReader:
         for word in written:
             for quoted in re.findall(r"'[^']*'|\"((?:\\.|[^\"\\])*)\"", word):
                 yield from re.findall(r"(?<!\\)`([^`]*)`", quoted)
-                for text in re.split(r"(?<!\\)\$\((?!\()", quoted)[1:]:
-                    depth = at = 0                        # what follows its own ) is text
-                    while depth >= 0 and at < len(text):
-                        match = re.compile(_SHELL_TOKEN).match(text, at)
-                        if not match:
-                            raise ValueError("a quote does not end")
-                        at = match.end()
-                        depth += {"(": 1, ")": -1}.get(match["end"], 0)
-                    yield text[:at - 1] if depth < 0 else text
+                yield from map(_up_to_its_bracket, re.split(r"(?<!\\)\$\((?!\()", quoted)[1:])
 
     def _begin(self, words):
         """-> (the words from the program's name on, the variables set before it)"""
@@ -2775,7 +2780,7 @@ class Audit:
         calls = {}                       # the second line of a call takes the place of its first
         for name in sorted(os.listdir(self.folder))[-7:] if os.path.isdir(self.folder) else ():
             for line in read_text(os.path.join(self.folder, name)).split("\n"):
-                with contextlib.suppress(ValueError, LookupError):
+                with contextlib.suppress(ValueError, LookupError, TypeError):       # a cut line
                     record = json.loads(line)
                     calls[record["time"], record["id"], record["arguments"]] = record
         return list(calls.values())[-n:]
@@ -3043,6 +3048,7 @@ def _parsed(rows):
     for id_, body in rows:
         message = _json(body)
         with contextlib.suppress(LookupError, TypeError, AttributeError):
+            # Both look at what later code relies on, and raise for what is no message.
             message_text(message), [c["id"] for c in message.get("tool_calls") or ()]
             if message["role"] in ("user", "assistant", "tool"):
                 messages.append({**message, "id": id_})

@@ -1899,9 +1899,12 @@ class TestApproval(Case):
             first[k] for k in ("id", "session", "decision", "arguments", "ok", "seconds", "outcome")))
         self.assertEqual(("c2", "deny"), (second["id"], second["decision"]))
         self.assertEqual([second], audit.last(1))
+        for line in ("null\n", "5\n", '{"time": 1}\n', '{"cut\n'):
+            paicli.append_private(os.path.join(self.path("audit"), os.listdir(self.path("audit"))[0]), line)
+        self.assertEqual([second], audit.last(1))
         (name,) = os.listdir(self.path("audit"))
         self.assertRegex(name, r"^\d{4}-\d\d-\d\d\.jsonl$")
-        self.assertEqual(3, self.bytes_of("audit/" + name).count(b"\n"))
+        self.assertEqual(7, self.bytes_of("audit/" + name).count(b"\n"))
 
     def test_a_file_that_makes_others_run_is_always_asked_about(self):
         judge = functools.partial(paicli.judge_call, paicli.Workspace(self.folder), {})
