@@ -259,10 +259,11 @@ def run_parallel(name: str, functions: list[Callable]) -> list:
 # ---- files
 
 def atomic_write(path: str, data: bytes, mode: int | None = None) -> None:
-    """Replace the file's content in one step; `mode` or its permission bits, and its owner, stay.
+    """Write a file in one step, with its folders; `mode` or its permissions, and its owner, stay.
 
     Raises OSError, and then, as after a crash or on a full disk, the old file is untouched.
     """
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     old = os.stat(path) if os.path.exists(path) else None
     owner = (old.st_uid, old.st_gid) if old else (-1, -1)               # -1: leave it
     if old and mode is None:
@@ -1260,7 +1261,7 @@ class DemoModel:
 #
 # In: ToolCalls of one reply.  Out: one ToolResult for each, in the same order.
 # Trap: every call must get exactly one result, whatever happens, or the next request is refused.
-# Simplified: of JSON Schema types, enum, properties, items and anyOf are checked; bounds, patterns
+# Simplified: of JSON Schema types, enum, properties and items are checked; bounds, patterns, anyOf
 # and $ref are left to the tool.
 # Tests: TestTools (exercise, 2 of 3 stars).  Try: /tools, and a tools.json of your own (README).
 
@@ -1302,6 +1303,7 @@ class ToolResult(NamedTuple):
     call: ToolCall
     text: str
     ok: bool = True
+    arguments: dict = {}                 # as they were checked, without the reason
 
     @property
     def message(self) -> dict:
@@ -1384,13 +1386,9 @@ def check_value(schema: dict, value, where: str = "arguments"):
     {"type": "integer"}, "10" -> 10.  A string field is never coerced.  Raises ToolError that
     names the field.
     """
-    if not isinstance(schema, dict) or not schema or "$ref" in schema:
+    if not isinstance(schema, dict):
         return value
-    *others, last = schema.get("anyOf") or schema.get("oneOf") or [{}]
-    for option in others:
-        with contextlib.suppress(ToolError):
-            return check_value(option, value, where)
-    value = _coerced(schema.get("type"), check_value(last, value, where), where)
+    value = _coerced(schema.get("type"), value, where)
     if "enum" in schema and value not in schema["enum"]:
         raise ToolError(f"{where} should be one of {_shown(schema['enum'])}, not {_shown(value)}")
     if isinstance(value, list):
@@ -1425,8 +1423,7 @@ def _check_object(schema, value, prefix):
     if missing:
         raise ToolError(f"missing: {', '.join(missing)}")
     if unknown and schema.get("additionalProperties") is False:
-        known = ", ".join(properties) or "none"
-        raise ToolError(f"unknown: {', '.join(unknown)}; there are {known}")
+        raise ToolError(f"unknown: {', '.join(unknown)}; known: {', '.join(properties)}")
     return {k: check_value(properties.get(k), v, prefix + k) for k, v in value.items()}
 
 
@@ -1447,12 +1444,11 @@ class Toolbox:
 
     def add(self, tools: Iterable[Tool]) -> None:
         """Add tools, all or none.  Raises ConfigError if a name is taken: none is shadowed."""
-        added = {}
+        tools_by_name = dict(self.tools)
         for t in tools:
-            if t.name in self.tools or t.name in added:
+            if tools_by_name.setdefault(t.name, t) is not t:
                 raise ConfigError(f"there is already a tool named {t.name}")
-            added[t.name] = t
-        self.tools.update(added)
+        self.tools = tools_by_name
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove the tools of these names, if they are there."""
@@ -1471,10 +1467,6 @@ class Toolbox:
             results += run_parallel("tool", runs) if only_read else [run() for run in runs]
         return results
 
-    def refuse_all(self, calls: list[ToolCall], why: str) -> list[ToolResult]:
-        """Run nothing, and answer each call with the reason."""
-        return [self._told(ToolResult(c, "Error: " + why, False), {}, 0.0) for c in calls]
-
     def _run(self, call, cancel):
         arguments, started = {}, time.monotonic()
         try:
@@ -1488,13 +1480,12 @@ class Toolbox:
             self._on_event({"type": "call", **about, "reason": reason})
             decision = self._decide(t, arguments, reason, cancel)
             if decision.kind == "edit":
-                about["arguments"] = map_strings(decision.arguments, self._mask)
+                arguments = check_value(t.parameters, decision.arguments)
+                about["arguments"] = map_strings(arguments, self._mask)
             self._on_event({"type": "decision", **about, "decision": decision.kind,
                             "by": decision.by, "reason": self._mask(decision.reason)})
             if decision.kind == "deny":
                 raise ToolError(f"not allowed: {decision.reason}")
-            if decision.kind == "edit":
-                arguments = check_value(t.parameters, decision.arguments)
             started = time.monotonic()                    # the person's time is not the tool's
             ok, text = True, str(t.run(arguments, cancel))
         except PaiError as e:
@@ -1503,19 +1494,16 @@ class Toolbox:
         except BaseException as e:       # border: a tool's bug, or its exit(), is a result
             ok, text = False, f"Error: {type(e).__name__}: {e}"
         text = clip(clean(self._mask(text)), MAX_RESULT_CHARS) or "(no output)"
-        return self._told(ToolResult(call, text, ok), arguments, time.monotonic() - started)
+        self._on_event({"type": "result", "id": call.id, "tool": call.name, "ok": ok, "text": text,
+                        "arguments": map_strings(arguments, self._mask),
+                        "seconds": round(time.monotonic() - started, 3)})
+        return ToolResult(call, text, ok, arguments)
 
     def _find(self, name):
         if name not in self.tools:
             near, names = did_you_mean(name, self.tools), ", ".join(self.tools)
             raise ToolError(f"there is no tool {name!r}{near}; the tools are {names}")
         return self.tools[name]
-
-    def _told(self, result, arguments, seconds):
-        self._on_event({"type": "result", "id": result.call.id, "tool": result.call.name,
-                        "arguments": map_strings(arguments, self._mask), "ok": result.ok,
-                        "text": result.text, "seconds": round(seconds, 3)})
-        return result
 
 
 # ---- providers: whatever returns a list of Tools
@@ -1557,13 +1545,11 @@ def tools_from_json(path: str, run_argv: Callable[[list, Cancel], str], http: Ht
     Raises ConfigError that names the entry.
     """
     try:
-        source = _bytes_of(path) if source is None else source
-        entries = json.loads(source.decode("utf-8-sig"))
+        entries = json.loads(_bytes_of(path) if source is None else source)
         if not isinstance(entries, list):
             raise ValueError("it should be a list: [{\"name\": ...}, ...]")
         return [_tool_from_entry(e, run_argv, http, level_at_least) for e in entries]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError,
-            ToolError) as e:
+    except (ValueError, TypeError, AttributeError, RecursionError, OSError, ToolError) as e:
         raise ConfigError(f"{path} was not loaded: {e}") from None
 
 
@@ -1573,8 +1559,7 @@ _ENTRY = {**_OBJECT, "required": ["name", "description"], "properties": {
     "name": _TEXT, "description": _TEXT, "level": {"enum": [1, 2, 3]}, "result": _TEXT,
     "parameters": {**_OBJECT, "properties": {"properties": _OBJECT}},
     "command": {"type": "array", "items": _TEXT},
-    "request": {**_OBJECT, "required": ["url"], "properties": {
-        "url": _TEXT, "method": _TEXT, "headers": _OBJECT}}}}
+    "request": {**_OBJECT, "required": ["url"], "properties": {"url": _TEXT}}}}
 
 
 def _tool_from_entry(entry, run_argv, http, level_at_least):
@@ -1586,11 +1571,12 @@ def _tool_from_entry(entry, run_argv, http, level_at_least):
         raise ValueError(f"{name}: needs either a command or a request")
 
     def run(arguments, cancel):
+        fill = _filler(arguments)
         if "command" in entry:
-            return run_argv(_filled(entry["command"], arguments), cancel)
+            return run_argv(map_strings(entry["command"], fill), cancel)
         request = entry["request"]
-        url = _filled(request["url"], arguments, lambda s: urllib.parse.quote(s, safe=""))
-        payload = _filled(request.get("json"), arguments)
+        url = _filler(arguments, lambda s: urllib.parse.quote(s, safe=""))(request["url"])
+        payload = map_strings(request.get("json"), fill)
         method = request.get("method", "GET" if payload is None else "POST")
         answer = http.json(method, url, payload, request.get("headers"), cancel, 60)
         for key in filter(None, entry.get("result", "").split(".")):
@@ -1605,17 +1591,14 @@ def _tool_from_entry(entry, run_argv, http, level_at_least):
     return Tool(name, f"{entry['description']}\nIt runs: {does}", parameters, run, level)
 
 
-def _filled(template, arguments, encode=str):
-    """Put arguments where {name} stands; anything else in braces stays as it is.
-
-    Works on the template's JSON text, which reaches strings at any depth; what goes in is escaped.
-    """
+def _filler(arguments, encode=str):
+    """What puts arguments where {name} stands in a text; other braces stay as they are."""
     def value(match):
         if match[1] not in arguments:
             return match[0]
         v = arguments[match[1]]
-        return json.dumps(encode(v if isinstance(v, str) else json.dumps(v)))[1:-1]
-    return json.loads(re.sub(r"\{(\w+)\}", value, json.dumps(template, ensure_ascii=False)))
+        return encode(v if isinstance(v, str) else json.dumps(v))
+    return functools.partial(re.sub, r"\{(\w+)\}", value)
 
 
 # =============================================================================
@@ -1636,8 +1619,8 @@ def _filled(template, arguments, encode=str):
 
 MAX_FILE_BYTES = 50 << 20
 MAX_READ_LINES = 2000
-HEAD_BYTES, TAIL_BYTES = 10000, 20000    # of a command's output, for the model
-MAX_KEPT_BYTES = 20 << 20                # of it, to look into
+HEAD_CHARS, TAIL_CHARS = 10000, 20000    # of a command's output, for the model
+KEPT_BYTES = 512 << 10                   # of its beginning, and of its end, until it is asked for
 GRACE_S = 1.0                            # between TERM and KILL
 
 
@@ -1652,9 +1635,8 @@ class Workspace:
 
     def resolve(self, path: str) -> str:
         """Return the real absolute path.  Raises ToolError if it leads outside, by .. or a link."""
-        trap = path_trap(path)
-        if trap:
-            raise ToolError(f"{path!r} {trap}")
+        if path_trap(path):
+            raise ToolError(f"{path!r} is not a path, or one of a network, device or stream")
         real = os.path.realpath(os.path.join(self.root, os.path.expanduser(path)))
         inside = [f for f in self.folders if _is_in(real, f)]
         if not inside:
@@ -1668,20 +1650,16 @@ def _is_in(path, folder):
     return (path + os.sep).startswith(folder.rstrip(os.sep) + os.sep)
 
 
-def path_trap(path: str, windows: bool = WINDOWS) -> str:
-    """Return why a path must not even be looked at, or "".
+def path_trap(path: str, windows: bool = WINDOWS) -> bool:
+    """True for what must not even be looked at: no path, a network share, a device, a stream.
 
     Just opening \\\\host\\share sends that host the person's password hash.
     """
-    if not path.strip() or "\0" in path:
-        return "is not a path"
-    if re.match(r"[\\/]{2}|[\\/]\?\?[\\/]" if windows else r"\\\\|\\\?\?\\|//[?.]/", path):
-        return "is a network or device path"
-    if windows and re.search(r"(^|[\\/])(con|prn|aux|nul|com\d|lpt\d)(\.[^\\/]*)?$", path, re.I):
-        return "is a reserved name on Windows"
-    if windows and re.search(r"^..+:|^[a-z]:(?![\\/])|(^|[\\/])(?!\.\.?$)[^\\/]*[. ]$", path, re.I):
-        return "is not a plain Windows path"              # a stream; relative to a drive; "x."
-    return ""
+    traps = r"\s*$|.*\0|\\\\|\\\?\?\\|//[?.]/"
+    if windows:                          # c:x is relative to a drive; "x." and "x " mean x
+        traps += (r"|[\\/]{2}|[\\/]\?\?[\\/]|..+:|[a-z]:(?![\\/])|(.*[\\/])?"
+                  r"((con|prn|aux|nul|com\d|lpt\d)(\.[^\\/]*)?|(?!\.\.?$)[^\\/]*[. ])$")
+    return bool(re.match(traps, path, re.I | re.S))
 
 
 class FileText(NamedTuple):
@@ -1700,45 +1678,21 @@ class FileText(NamedTuple):
 
 def decode_file(data: bytes) -> FileText:
     """Take a file's bytes apart: BOM, strict UTF-8, else a guess.  Raises ToolError if binary."""
-    for bom, encoding in ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"),
-                          (b"\xfe\xff", "utf-16-be")):
-        if data.startswith(bom):
-            with contextlib.suppress(UnicodeDecodeError):
-                return FileText(data[len(bom):].decode(encoding), encoding, bom)
     if b"\0" in data[:8192]:
         raise ToolError("this is a binary file: only a command can look into it")
+    bom = b"\xef\xbb\xbf" if data.startswith(b"\xef\xbb\xbf") else b""
     # Chinese comes in pairs of high bytes; an accent of latin-1 stands alone between letters.
     pairs = rb"(?:[\0-\x7f]|[\xa1-\xf7][\xa1-\xfe])*\Z"
     for encoding, must_match in (("utf-8", b""), ("gb18030", pairs), ("latin-1", b"")):
         with contextlib.suppress(UnicodeDecodeError):
             if re.match(must_match, data):
-                return FileText(data.decode(encoding), encoding)
-
-
-def _other_spelling(path):
-    """Return the one path whose name differs only in Unicode form, quotes or spaces (macOS)."""
-    import unicodedata
-
-    def plain(name):
-        return re.sub(r"\s", " ", unicodedata.normalize("NFC", name).replace("\u2019", "'"))
-    folder, name = os.path.split(path)
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    same = [n for n in names if plain(n) == plain(name)]
-    if len(same) != 1:
-        raise ToolError(f"there is no file {path}{did_you_mean(name, names)}")
-    return os.path.join(folder, same[0])
-
-
-def save_file(path: str, data: bytes) -> None:
-    """Write a file, making the folders it needs.  Raises OSError."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    atomic_write(path, data)
+                return FileText(data[len(bom):].decode(encoding), encoding, bom)
 
 
 class FileTools:
     """The tools for files and folders."""
 
-    def __init__(self, workspace: Workspace, save: Callable[[str, bytes], None] = save_file):
+    def __init__(self, workspace: Workspace, save: Callable[[str, bytes], None] = atomic_write):
         self.workspace = workspace
         self._save_bytes = save          # (real path, bytes): the one way these tools write
 
@@ -1746,12 +1700,8 @@ class FileTools:
         """Return (real path, its text).  Raises ToolError for what is no regular text file."""
         real = self.workspace.resolve(path)
         try:
-            if not os.path.lexists(real):
-                real = self.workspace.resolve(_other_spelling(real))
-            mode = os.stat(real).st_mode
-            if not stat.S_ISREG(mode):
-                raise ToolError(f"{path} is a folder: use list_dir" if stat.S_ISDIR(mode) else
-                                f"{path} is not a regular file (a pipe, socket or device)")
+            if not stat.S_ISREG(os.stat(real).st_mode):
+                raise ToolError(f"{path} is no regular file but a folder, pipe, socket or device")
             with open(real, "rb") as f:
                 data = f.read(MAX_FILE_BYTES + 1)
         except OSError as e:
@@ -1785,8 +1735,6 @@ class FileTools:
         numbered: put line numbers in front
         """
         _, file = self.load(path)
-        if not file.text:
-            return "The file is empty."
         lines = re.sub(r"\n\Z", "", file.text.replace("\r\n", "\n")).split("\n")
         first, n = max(1, start_line), len(lines)
         last = min(end_line if end_line > 0 else n, n, first + MAX_READ_LINES - 1)
@@ -1860,10 +1808,9 @@ class FileTools:
         folder = self.workspace.resolve(name)
         if os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
             raise ToolError(f"{name} exists and is not empty: nothing was changed")
-        module = re.sub(r"\W", "_", name).lower()
         for path, text in PROJECTS[type].items():
-            path, text = (t.replace("MODULE", module).replace("NAME", name) for t in (path, text))
-            self._save(path, os.path.join(folder, *path.split("/")), FileText(""), text, "")
+            real = os.path.join(folder, *path.split("/"))
+            self._save(path, real, FileText(""), text.replace("NAME", name), "")
         return f"Project created: {name} (type: {type})"
 
 
@@ -1888,14 +1835,11 @@ public class Main {
     }
 }
 """},
-    "python": {
-        "pyproject.toml": '[project]\nname = "NAME"\nversion = "0.1.0"\n',
-        "MODULE.py": 'def hello():\n    """Return a greeting."""\n    return "NAME"\n',
-        "test_MODULE.py": 'import MODULE\n\nassert MODULE.hello() == "NAME"\n'},
-    "node": {
-        "package.json": '{"name": "MODULE", "version": "0.1.0", "scripts": {"test": "node test"}}',
-        "index.js": 'exports.hello = () => "NAME";\n',
-        "test.js": 'require("assert").strictEqual(require("./index").hello(), "NAME");\n'},
+    "python": {"pyproject.toml": '[project]\nname = "NAME"\nversion = "0.1.0"\n',
+               "main.py": 'def hello():\n    """Return a greeting."""\n    return "NAME"\n',
+               "test_main.py": 'import main\n\nassert main.hello() == "NAME"\n'},
+    "node": {"package.json": '{"private": true, "scripts": {"start": "node index.js"}}\n',
+             "index.js": 'console.log("NAME");\n'},
 }
 
 
@@ -1928,20 +1872,17 @@ def kill_tree(process: subprocess.Popen) -> None:
 
 
 class Process:
-    """A running command: own process group, no input; and what it printed so far."""
+    """A running command: own process group, no input; and what it printed since last asked."""
 
-    def __init__(self, argv: list[str], cwd: str, output_path: str,
-                 mask: Callable[[str], str] = lambda text: text):
+    def __init__(self, argv: list[str], cwd: str, mask: Callable[[str], str] = lambda text: text):
         # No editor, pager or password prompt may wait for a person who isn't there.
-        env = {**os.environ, "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0",
-               "GIT_EDITOR": "false", "GIT_SEQUENCE_EDITOR": "false", "EDITOR": "false"}
+        env = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "GIT_EDITOR": "false", "PAGER": "cat"}
         group = {"creationflags": 0x200} if WINDOWS else {"start_new_session": True}
-        self.output_path = output_path   # the file for an output that is too long to show
-        self._mask = mask                # before anything is cut or kept
+        self._mask = mask                # before the text is cut, or half a secret may show
         self.n_bytes = 0                 # printed so far
         self.was_killed = False
         self._lock = threading.Lock()    # printed on one thread, asked for on another
-        self._n_told, self._start, self._tail = 0, bytearray(), b""          # guarded by _lock
+        self._new, self._n_lost = bytearray(), 0                             # guarded by _lock
         self.popen = subprocess.Popen(argv, cwd=cwd, env=env, stdin=subprocess.DEVNULL,
                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **group)
         self._reader = Job("output", self._read)
@@ -1951,33 +1892,23 @@ class Process:
         with self.popen.stdout as pipe:
             for data in iter(lambda: os.read(pipe.fileno(), 65536), b""):
                 with self._lock:
-                    self._start += data[:MAX_KEPT_BYTES - len(self._start)]
-                    self._tail = (self._tail + data)[-HEAD_BYTES - TAIL_BYTES:]
+                    self._new += data
                     self.n_bytes += len(data)
+                    self._n_lost += len(self._new[KEPT_BYTES:-KEPT_BYTES])
+                    del self._new[KEPT_BYTES:-KEPT_BYTES]
 
     def output(self) -> str:
         """Return what it printed since last asked; if that is long, head, tail and a note."""
         with self._lock:
-            at, self._n_told = self._n_told, self.n_bytes
-            data = self._tail[len(self._tail) - self.n_bytes + at:]
-            n_left_out = self.n_bytes - at - HEAD_BYTES - TAIL_BYTES
-            if n_left_out <= 0:
-                return self._text(data)
-            head = self._text(self._start[at:at + 2 * HEAD_BYTES])[:HEAD_BYTES]
-            return (f"{head}\n[... about {n_left_out} of {self.n_bytes} bytes left out; "
-                    f"{self._file_output()} ...]\n{self._text(self._tail)[-TAIL_BYTES:]}")
-
-    def _text(self, data):
+            data, n_lost = self._new, self._n_lost
+            self._new, self._n_lost = bytearray(), 0
         text = data.decode("utf-8", "replace").replace("\r\n", "\n").replace("\0", "\ufffd")
-        return self._mask(text)
-
-    def _file_output(self):
-        try:
-            os.makedirs(os.path.dirname(self.output_path), mode=0o700, exist_ok=True)
-            atomic_write(self.output_path, self._text(self._start).encode("utf-8"), 0o600)
-        except OSError:                                   # a full disk is no reason to fail
-            return "they could not be kept"
-        return f"read_file {self.output_path} has the first {len(self._start)}"
+        text = self._mask(text)
+        n_left_out = len(text) + n_lost - HEAD_CHARS - TAIL_CHARS
+        if n_left_out <= 0:
+            return text
+        return (f"{text[:HEAD_CHARS]}\n[... about {n_left_out} bytes left out; to see them, send "
+                f"the output to a file and read that ...]\n{text[-TAIL_CHARS:]}")
 
     def wait(self, timeout_s: float, cancel: Cancel) -> int:
         """Return the exit code.  Raises TimeoutError or Cancelled, and then it is killed.
@@ -2012,53 +1943,33 @@ class Process:
             self._waiter.wait(timeout_s=GRACE_S)
 
 
-@functools.lru_cache(maxsize=None)
-def _bash():
-    import shutil
-    found = shutil.which("bash") or ""
-    is_linux = WINDOWS and re.search("system32|windowsapps", found, re.I)      # not this system's
-    return "" if is_linux else found
-
-
 def shell_argv(command: str) -> list[str] | str:
-    """Return what runs a command line: in bash, or else in the system's shell.
-
-    A string on Windows without bash: cmd has rules of its own for quotes.
-    """
-    bash = _bash()
-    if not bash:
-        return f'cmd /d /s /c "{command}"' if WINDOWS else ["/bin/sh", "-c", command]
-    if "|" in command:
-        # A pipe hides a failure in its middle; 141 is only a reader that had enough (head).
-        command = ("exec 9>&1; trap 'p=(\"${PIPESTATUS[@]}\") IFS=\" \"; [[ ${#p[@]} -lt 2 || "
-                   "${p[*]} =~ ^((0|141)\\ ?)+$ ]] || { "
-                   "echo \"[exit codes in the pipe: ${p[*]}]\" >&9; } 2>/dev/null || :' EXIT; "
-                   + command)
-    return [bash, "-c", command]
+    """Return what runs a command line: in bash, or else in the system's shell."""
+    import shutil                                         # slow to import, so only where needed
+    bash = shutil.which("bash")
+    if WINDOWS and (not bash or re.search("system32|windowsapps", bash, re.I)):    # that is Linux
+        return f'cmd /d /s /c "{command}"'                # one string: cmd has its own quotes
+    return [bash or "/bin/sh", "-c", command]
 
 
 class ShellTools:
     """The tools that run commands, at once or in the background."""
 
-    def __init__(self, workspace: Workspace, spool_dir: str, timeout_s: float = 120,
-                 sandbox: Iterable[str] = (), mask: Callable[[str], str] = lambda text: text):
+    def __init__(self, workspace: Workspace, timeout_s: float = 120, sandbox: Iterable[str] = (),
+                 mask: Callable[[str], str] = lambda text: text):
         self.workspace, self.timeout_s, self._mask = workspace, timeout_s, mask
         self.sandbox = list(sandbox)     # PAICLI_SANDBOX: argv that runs what stands behind it
-        self.spool_dir = os.path.realpath(spool_dir)      # long outputs, removed by close()
         self._tasks = {}                 # id -> Process in the background
         self._running = []               # every Process that may still live
         self._is_closed = False
-        self._numbers = itertools.count(1)
-        workspace.folders.append(self.spool_dir)          # so that read_file gets at them
 
     def _start(self, argv):
         if self._is_closed:
             raise ToolError("not started: paicli is ending")
-        path = os.path.join(self.spool_dir, f"output-{next(self._numbers)}.txt")
         try:
             if self.sandbox:
                 argv = [a.replace("{cwd}", self.workspace.root) for a in self.sandbox] + argv
-            process = Process(argv, self.workspace.root, path, self._mask)
+            process = Process(argv, self.workspace.root, self._mask)
         except (OSError, ValueError) as e:
             raise ToolError(f"could not be started: {e}") from None
         self._running = [p for p in self._running if has_group(p.popen)] + [process]
@@ -2088,9 +1999,6 @@ class ShellTools:
         # A sandbox may be another system, with or without a bash.
         any_shell = 'command -v bash >/dev/null && exec bash -c "$0"; exec sh -c "$0"'
         argv = ["sh", "-c", any_shell, command] if self.sandbox else shell_argv(command)
-        outside_quotes = re.sub(r"'[^']*'|\"(\\.|[^\"\\])*\"", "", command)
-        if isinstance(argv, list) and re.search(r">\s*nul(?![\w./-])", outside_quotes, re.I):
-            raise ToolError("the shell is not cmd: write /dev/null instead of nul")
         if not background:
             return self.run_argv(argv, cancel or Cancel(), timeout_s)
         id_ = f"task-{len(self._tasks) + 1}"
@@ -2115,13 +2023,10 @@ class ShellTools:
         return self.task_output(id)
 
     def close(self) -> None:
-        """Kill what still runs, and remove the long outputs."""
+        """Kill what still runs."""
         self._is_closed = True
         run_parallel("kill", [p.kill for p in self._running
                               if has_group(p.popen) and not p.was_killed])
-        if os.path.isdir(self.spool_dir):
-            import shutil                                 # slow to import, so only where needed
-            shutil.rmtree(self.spool_dir, ignore_errors=True)
 
 
 def builtin_tools(files: FileTools, shell: ShellTools) -> list[Tool]:
@@ -2146,7 +2051,7 @@ def builtin_tools(files: FileTools, shell: ShellTools) -> list[Tool]:
 # Simplified: one model, one history; products also watch what the model thinks about ending.
 # Tests: TestAgent (exercise, 2 of 3 stars).
 
-STUCK_AFTER = 6                          # rounds with at most two different ones among them
+WARN_AFTER, STUCK_AFTER = 4, 6           # rounds with at most two different ones among them
 
 SYSTEM_PROMPT = """You are PaiCLI, a coding agent in the terminal of the person who started you.
 Workspace: {root} ({system}). Paths are relative to it.
@@ -2207,8 +2112,7 @@ class Agent:
         self.known = ""                 # the notes of this turn
         self.usage = Usage()             # of this turn so far
         self.stop_reason = ""            # why the last turn ended; "done" is an answer
-        self._is_late = False            # the time limit has stopped it
-        self._recent = collections.deque(maxlen=STUCK_AFTER)    # what the last rounds did
+        self._rounds = []                # what each round of this turn did
 
     def run(self, text: str, cancel: Cancel | None = None) -> str:
         """Work on one user message until it is answered; return the answer, or why there is none.
@@ -2216,23 +2120,22 @@ class Agent:
         Raises ModelError or ConfigError when the model can't be asked, Cancelled when stopped.
         """
         cancel, self.usage, self.stop_reason = cancel or Cancel(), Usage(), ""
-        self._is_late, text = False, clean(text)
-        self._recent.clear()
+        text, over, self._rounds = clean(text), threading.Event(), []
+        late = f"after {self.turn_timeout_s:g} s, the limit (PAICLI_TURN_TIMEOUT_S)"
         self.on_event({"type": "turn", "text": text})
         self.known = self._notes(text)
         self.memory.add({"role": "user", "content": text})
+        if self.turn_timeout_s:
+            Job("limit", lambda: over.wait(self.turn_timeout_s) or cancel.set(late))
         try:
-            with self._time_limit(cancel):
-                return self._loop(cancel)
-        except Cancelled as e:
-            self._end("time" if self._is_late else "cancelled", f"(Turn stopped: {e}.)")
-            raise
-        except PaiError as e:
-            self._end("error", f"(Turn stopped: {e})")
+            return self._loop(cancel)
+        except BaseException as e:       # also after a bug the history goes on
+            reason = "time" if str(e) == late else "cancelled"
+            why = str(e) if isinstance(e, PaiError) else "an internal error"
+            self._end(reason if isinstance(e, Cancelled) else "error", f"(Turn stopped: {why})")
             raise
         finally:
-            if not self.stop_reason:                      # a bug: the history goes on all the same
-                self._end("error", "(Turn stopped by an internal error)")
+            over.set()
 
     def _loop(self, cancel):
         """Rounds, until there is an answer or a limit; returns what _end returns."""
@@ -2270,9 +2173,7 @@ class Agent:
             if reply.text or reply.tool_calls:
                 break
         if reply.finish in ("length", "content_filter") and not reply.tool_calls:
-            why = {"length": "the answer was cut off at the model's output limit",
-                   "content_filter": "the provider's content filter stopped the answer"}
-            self.on_event({"type": "notice", "text": why[reply.finish]})
+            self.on_event({"type": "notice", "text": f"the answer was cut off ({reply.finish})"})
         return reply
 
     def system_text(self) -> str:
@@ -2293,19 +2194,19 @@ class Agent:
         """
         self.memory.add(assistant_message(reply))
         if reply.finish == "length":
-            why = "the reply was cut off at the output limit: nothing was run; send smaller pieces"
-            results = self.toolbox.refuse_all(reply.tool_calls, why)
-        else:
-            results = self.toolbox.run_all(reply.tool_calls, cancel)
-        self._recent.append(tuple((r.call.name, _same(r.call.arguments), r.text) for r in results))
-        recent = list(self._recent)
-        is_stuck = len(recent) == STUCK_AFTER and len(set(recent)) <= 2
-        if len(recent) > 2 and (len(set(recent[-3:])) == 1 or
-                                len(recent) > 3 and len(set(recent[-4:])) <= 2):
+            cancel = Cancel()            # one that is set: each call gets its result, none runs
+            cancel.set("the reply was cut off at the output limit: send smaller pieces")
+        results = self.toolbox.run_all(reply.tool_calls, cancel)
+        self._rounds.append(json.dumps([[r.call.name, r.arguments, r.text] for r in results],
+                                       sort_keys=True))
+
+        def is_circling(n):
+            return len(self._rounds) >= n and len(set(self._rounds[-n:])) <= 2
+        if is_circling(WARN_AFTER):
             warning = "\n[The same calls gave the same results several times. Do something else.]"
             results[-1] = results[-1]._replace(text=results[-1].text + warning)
         self.memory.add(*(r.message for r in results))
-        return is_stuck
+        return is_circling(STUCK_AFTER)
 
     def _end(self, reason, text, message=None):
         """Store the last word, so that the next turn follows an answer; tell why it is over.
@@ -2316,32 +2217,6 @@ class Agent:
         self.stop_reason = reason
         self.on_event({"type": "stop", "reason": reason, "text": text})
         return text
-
-    @contextlib.contextmanager
-    def _time_limit(self, cancel):
-        """Set cancel after turn_timeout_s, if there is a limit and the turn still runs."""
-        over = threading.Event()
-        if self.turn_timeout_s:
-            Job("time limit", self._end_late, over, cancel)
-        try:
-            yield
-        finally:
-            over.set()
-
-    def _end_late(self, over, cancel):
-        if not over.wait(self.turn_timeout_s):
-            self._is_late = True
-            cancel.set(f"after {self.turn_timeout_s:g} s, the limit (PAICLI_TURN_TIMEOUT_S)")
-
-
-def _same(arguments):
-    """Arguments as they count for "the same call": key order, spaces and the reason don't."""
-    try:
-        parsed = parse_arguments(arguments)
-    except ToolError:
-        return arguments
-    parsed.pop("reason", None)
-    return json.dumps(parsed, sort_keys=True)
 
 
 # =============================================================================
@@ -3312,7 +3187,7 @@ class Undo:
         self.memory = memory
 
     def save_file(self, path: str, data: bytes) -> None:
-        """Write a file as section 5's save_file does, and remember it as it was."""
+        """Write a file as atomic_write does, and remember it as it was."""
         is_new = not os.path.exists(path)
         before, mode = (None, None) if is_new else (_bytes_of(path), os.stat(path).st_mode & 0o7777)
         text = (before or b"").decode("utf-8", "replace")
@@ -3324,7 +3199,7 @@ class Undo:
             run("UPDATE undo SET after = ? WHERE session_id = ? AND turn = ? AND path = ?",
                 _digest(data), *where)
             run("DELETE FROM undo WHERE rowid <= (SELECT max(rowid) FROM undo) - ?", MAX_UNDO)
-            save_file(path, data)
+            atomic_write(path, data)
 
     def undo(self) -> list[str]:
         """Restore the files of the last turn that wrote any, but for what was changed since."""
@@ -3341,7 +3216,7 @@ class Undo:
             if is_other:
                 done = "left as it is, because it was changed since"
             elif before is not None:
-                save_file(path, before)
+                atomic_write(path, before)
                 os.chmod(path, mode)
                 done = "restored"
             else:
@@ -4015,22 +3890,11 @@ class App:
         self.store.close()
 
 
-def sweep(home: str) -> None:
-    """Remove the long outputs that a killed process has left, when they are a day old."""
-    with contextlib.suppress(OSError):
-        for name in os.listdir(home):
-            path = os.path.join(home, name)
-            if name.startswith("output-") and time.time() - os.path.getmtime(path) > 86400:
-                import shutil                             # slow to import, so only where needed
-                shutil.rmtree(path, ignore_errors=True)
-
-
 def build(config: Config) -> App:
     """Wire everything once.  Raises ConfigError."""
     app = App(config)
     app.store, notice = open_store(config.home)
     app.notices.append(notice)
-    sweep(config.home)
     app.memory = Memory(app.store, config.cwd, app.mask)
     app.facts, app.undo = Facts(app.store, config.cwd, app.mask), Undo(app.memory)
     app.audit = Audit(os.path.join(config.home, "audit"), lambda: app.memory.session_id)
@@ -4039,9 +3903,7 @@ def build(config: Config) -> App:
     for name in ("CLAUDE.md", "AGENTS.md"):
         with contextlib.suppress(ToolError):              # none, a pipe, a link out of the folder
             app.project_notes = app.mask(clip(app.files.load(name)[1].text, 20000))
-    spool_dir = os.path.join(config.home, f"output-{os.getpid()}-{random.getrandbits(32):08x}")
-    app.shell = ShellTools(workspace, spool_dir, config.command_timeout_s, config.sandbox,
-                           app.mask)
+    app.shell = ShellTools(workspace, config.command_timeout_s, config.sandbox, app.mask)
     app.approver = Approver(config.level, app.ask,
                             lambda tool, arguments: preview(app.files, tool, arguments),
                             functools.partial(judge_call, workspace, dict(os.environ)))

@@ -1170,12 +1170,11 @@ class TestTools(Case):
             "path": {"type": "string"}, "mode": {"enum": ["r", "w"]}, "n": {"type": "integer"},
             "list": {"type": "array", "items": {"type": "object", "properties": {"x": {"type": "integer"}}}},
             "any": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "ref": {"$ref": "#/x"}}}
-        good = {"path": "a", "mode": "r", "n": "5", "list": '[{"x": "1"}]', "any": None, "ref": [1]}
-        self.assertEqual({**good, "n": 5, "list": [{"x": 1}], "any": None}, {"any": None, **paicli.check_value(schema, good)})
+        good = {"path": "a", "mode": "r", "n": "5", "list": '[{"x": "1"}]', "any": "5", "ref": [1]}
+        self.assertEqual({**good, "n": 5, "list": [{"x": 1}]}, paicli.check_value(schema, good))
         for change, said in (({"path": None}, "path should be of type string"), ({"mode": "x"}, r'mode should be one of \["r", "w"\], not "x"'),
                              ({"n": "x"}, "n should be of type integer"), ({"list": [{"x": "y"}]}, r"list\[0\].x should be"),
-                             ({"any": "x"}, "any should be"),
-                             ({"nope": 1}, "unknown: nope; there are path, mode")):
+                             ({"nope": 1}, "unknown: nope; known: path, mode")):
             self.raises(paicli.ToolError, said, paicli.check_value, schema, {**good, **change})
         self.raises(paicli.ToolError, "missing: path", paicli.check_value, schema, {})
         self.assertEqual({"path": "a"}, paicli.check_value(schema, {"path": "a", "n": None}))
@@ -1202,7 +1201,7 @@ class TestTools(Case):
         ran = []
         tool = self.echo(run=lambda arguments, cancel: ran.append(arguments) or "ran")
         deny = lambda *args: paicli.Decision("deny", "rule 7")
-        self.assertEqual(("Error: not allowed: rule 7", False), self.run_one(self.box(tool, decide=deny), "echo")[1:])
+        self.assertEqual(("Error: not allowed: rule 7", False), self.run_one(self.box(tool, decide=deny), "echo")[1:3])
         edit = lambda *args: paicli.Decision("edit", "", {"text": "safe"})
         self.assertEqual("ran", self.run_one(self.box(tool, decide=edit), "echo", {"text": "rm"}).text)
         self.assertEqual([{"text": "safe"}], ran)
@@ -1242,11 +1241,6 @@ class TestTools(Case):
         self.assertTrue(self.run_one(box, "echo", {"x": [{"y": 'curl "http://h/?api_key=abcdefg"'}, 12345678]}).ok)
         self.assertNotIn("abcdefg", json.dumps(self.events))
         self.assertLess(len(self.run_one(box, "echo", {"text": "x" * 500000}).text), paicli.MAX_RESULT_CHARS + 100)
-
-    def test_calls_can_be_refused_as_a_whole(self):
-        results = self.box(self.echo()).refuse_all([call("echo"), call("x", "", "c2")], "cut off")
-        self.assertEqual([("c1", "Error: cut off"), ("c2", "Error: cut off")], [(r.call.id, r.text) for r in results])
-        self.assertEqual(["result", "result"], [e["type"] for e in self.events])
 
     def test_tools_come_and_go_but_never_shadow_each_other(self):
         box = self.box(self.echo("a"), self.echo("b"))
@@ -1307,8 +1301,7 @@ class TestBuiltInTools(Case):
         super().setUp()
         self.workspace = paicli.Workspace(self.folder)
         self.files = paicli.FileTools(self.workspace)
-        self.spool = self.stack.enter_context(tempfile.TemporaryDirectory())
-        self.shell = paicli.ShellTools(self.workspace, os.path.join(self.spool, "out"), 20)
+        self.shell = paicli.ShellTools(self.workspace, 20)
         self.stack.callback(self.shell.close)
 
     def python(self, code):
@@ -1319,9 +1312,9 @@ class TestBuiltInTools(Case):
         self.assertEqual("File written: a/b.txt (6 bytes)", self.files.write_file("a/b.txt", "x\ny\nz\n"))
         self.assertEqual("File content:\nx\ny\nz", self.files.read_file("a/b.txt"))
         self.assertEqual("File content (lines 2 to 3 of 3):\n2\ty\n3\tz", self.files.read_file("a/b.txt", 2, 9, True))
-        self.assertEqual("The file is empty.", self.files.read_file(self.write("empty", "")))
+        self.assertEqual("File content:\n", self.files.read_file(self.write("empty", "")))
         self.raises(paicli.ToolError, "3 lines, none from 9", self.files.read_file, "a/b.txt", 9)
-        self.raises(paicli.ToolError, "there is no file .*c.txt; did you mean b.txt", self.files.read_file, "a/c.txt")
+        self.raises(paicli.ToolError, "Reading failed: a/c.txt: No such file", self.files.read_file, "a/c.txt")
 
     def test_a_long_file_is_read_in_parts(self):
         self.write("long.txt", "".join(f"{n}\n" for n in range(1, 5001)))
@@ -1352,19 +1345,19 @@ class TestBuiltInTools(Case):
             self.assertTrue(paicli.path_trap(path, windows=True), path)
             self.assertFalse(paicli.path_trap(path, windows=False), path)
         for path in ("C:\\Users\\x", "..", "a/..", "a/.b", ".", "a/b", "console"):
-            self.assertEqual("", paicli.path_trap(path, windows=True))
+            self.assertFalse(paicli.path_trap(path, windows=True))
 
     @unittest.skipUnless(POSIX, "special files")
     def test_what_is_no_regular_file_is_an_instant_error(self):
         os.mkfifo(self.path("pipe"))
         devices = paicli.FileTools(paicli.Workspace(self.folder, ["/dev", "/proc"]))
-        for path, said in (("pipe", "not a regular file"), ("/dev/zero", "not a regular file"), (".", "is a folder")):
+        for path, said in (("pipe", "no regular file"), ("/dev/zero", "no regular file"), (".", "but a folder")):
             self.raises(paicli.ToolError, said, devices.read_file, path)
         self.assertIn("Name:", devices.read_file("/proc/self/status"))
         self.raises(paicli.ToolError, "binary", self.files.read_file, self.write("b", b"\x7fELF\0\0"))
 
     def test_encodings_are_recognised_named_and_kept(self):
-        for data, encoding, text in (("中文测试\r\n".encode("gbk"), "gb18030", "中文测试"), (b"\xff\xfeh\0i\0\n\0", "utf-16-le", "hi"),
+        for data, encoding, text in (("中文测试\r\n".encode("gbk"), "gb18030", "中文测试"),
                                      (b"caf\xe9 noir\n", "latin-1", "café noir"), (b"\xef\xbb\xbfhi\n", "utf-8", "hi")):
             self.write("f", data)
             self.assertIn(text, self.files.read_file("f"))
@@ -1415,15 +1408,6 @@ class TestBuiltInTools(Case):
         self.write("g", f"{paicli.MASK}\nx\n")            # what spells it out itself can still be edited
         self.files.edit_file("g", "x", "y")
 
-    def test_a_name_is_found_as_macos_spells_it(self):
-        self.write("Capture d\u2019e\u0301cran 9.41.00\u202fAM.png.txt", "found")
-        self.assertIn("found", self.files.read_file("Capture d'écran 9.41.00 AM.png.txt"))
-        self.assertEqual("found", self.files.load("Capture d'écran 9.41.00 AM.png.txt")[1].text)
-        for name, other in (("it\u2019s", "it's"), ("x\u00b2.py", "x2.py")):
-            self.write(name, "old")
-            self.files.write_file(other, "new")          # never written over by another spelling
-            self.assertEqual((b"old", b"new"), (self.bytes_of(name), self.bytes_of(other)))
-
     def test_a_folder_is_listed(self):
         self.write("b.txt", "123")
         self.write("a/x", "")
@@ -1435,10 +1419,10 @@ class TestBuiltInTools(Case):
             self.assertIn("loop", self.files.list_dir())
 
     def test_projects_start_working(self):
-        for kind, main in (("java", "src/main/java/com/example/Main.java"), ("node", "index.js"), ("python", "my_app.py")):
+        for kind, main in (("java", "src/main/java/com/example/Main.java"), ("node", "index.js"), ("python", "main.py")):
             self.assertEqual(f"Project created: my-app{kind} (type: {kind})", self.files.create_project("my-app" + kind, kind))
-            self.assertIn(b"my-app", self.bytes_of(f"my-app{kind}/" + main.replace("my_app", "my_app" + kind)))
-        subprocess.run([sys.executable, "test_my_apppython.py"], cwd=self.path("my-apppython"), check=True)
+            self.assertIn(b"my-app" + kind.encode(), self.bytes_of(f"my-app{kind}/{main}"))
+        subprocess.run([sys.executable, "test_main.py"], cwd=self.path("my-apppython"), check=True)
         self.raises(paicli.ToolError, "not empty", self.files.create_project, "my-appnode", "node")
         self.raises(paicli.ToolError, "starts with a letter", self.files.create_project, "../evil", "node")
 
@@ -1451,39 +1435,28 @@ class TestBuiltInTools(Case):
         self.raises(paicli.ToolError, "could not be started", self.shell.run_argv, ["no-such-program"], paicli.Cancel())
 
     @unittest.skipUnless(POSIX, "bash")
-    def test_a_pipe_does_not_hide_a_failure(self):
-        for command, note in (("sh -c 'echo bad; exit 1' 2>&1 | tail -1", True), ("seq 1 100000 | head -1", False), ("echo a | cat", False), ("echo a | cat; false || true", False),
-                              ("IFS=,; true | true", False), ("set -e; exec 9>&-; true | true", False)):
-            result = self.shell.execute_command(command)
-            self.assertIn("exit code: 0", result)
-            self.assertEqual(note, "[exit codes in the pipe: 1 0]" in result, result)
-        self.assertIn("exit code: 5", self.shell.execute_command("exit 5 | exit 5"))
+    def test_a_command_line_runs_in_bash(self):
         self.assertEqual("bash", os.path.basename(paicli.shell_argv("x")[0]))
+        self.assertIn("exit code: 0)\nb\n", self.shell.execute_command("[[ ab == a* ]] && echo b"))
 
     @unittest.skipUnless(POSIX, "bash")
     def test_nothing_waits_for_a_keyboard(self):
         for command in ("cat", "read -p 'name? ' x; echo got=$x", "head -1 /dev/tty", "git -c core.editor=vi commit --allow-empty"):
             self.assertRegex(self.shell.execute_command(command, timeout_s=60), "^Command finished")
         self.assertIn("false", self.shell.execute_command("echo $GIT_EDITOR $PAGER"))
-        self.raises(paicli.ToolError, "/dev/null", self.shell.execute_command, "dir 2>nul")
-        self.assertIn("2>nul", self.shell.execute_command("echo '2>nul'"))
 
-    def test_long_output_keeps_head_and_tail_and_the_rest_in_a_file(self):
+    def test_long_output_keeps_head_and_tail(self):
         result = self.shell.execute_command(self.python("import sys; [print(i) for i in range(100000)]; sys.exit('FAILED')"))
-        self.assertRegex(result, r"exit code: 1\)\r?\n0\r?\n1\r?\n(.|\n)*bytes left out; read_file (.*) has the first(.|\n)*FAILED")
-        self.assertLess(len(result), 40000)
-        path = re.search(r"read_file (\S+) has", result)[1]
-        self.assertIn("\n50001", self.files.read_file(path, 50000, 50005).replace("\r", ""))
-        self.shell.close()
-        self.assertFalse(os.path.exists(path))
+        self.assertRegex(result, r"exit code: 1\)\r?\n0\r?\n1\r?\n(.|\n)*bytes left out(.|\n)*FAILED")
+        self.assertLess(len(result), 31000)
 
-    def printed(self, *pieces, path="spool"):
+    def printed(self, *pieces, mask=lambda text: text):
         """What a process is said to have printed after each piece, given as (bytes, how often)."""
         code = (f"import os, sys, time\nfor n, (data, times) in enumerate({pieces!r}):\n"
                 "    while not os.path.exists(str(n)): time.sleep(0.01)\n"
                 "    data *= times\n"               # under PYTHONUNBUFFERED a write may end early: at a signal, say
                 "    while data: data = data[sys.stdout.buffer.write(data):]; sys.stdout.flush()\n")
-        process, n_bytes = paicli.Process([sys.executable, "-c", code], self.folder, self.path(path)), 0
+        process, n_bytes = paicli.Process([sys.executable, "-c", code], self.folder, mask), 0
         self.stack.callback(process.kill)        # it would wait for ever if this test fails
         for n, (data, times) in enumerate(pieces):
             self.write(str(n), "")
@@ -1507,13 +1480,13 @@ class TestBuiltInTools(Case):
     def test_long_output_is_told_in_part_and_each_part_once(self):
         texts = self.printed((b"A", 30000), (b"B", 60000), (b"C", 20 << 20), (b"D", 40000))
         self.assertEqual("A" * 30000, next(texts))
-        self.assertRegex(next(texts), r"^B{10000}\n\[\.\.\. about 30000 of 90000 bytes left out; read_file .*spool has the first 90000 \.\.\.\]\nB{20000}$")
-        self.assertEqual(90000, len(self.bytes_of("spool")))
-        self.assertRegex(next(texts), r"^C{10000}\n\[.*has the first 20971520 \.\.\.\]\nC{20000}$")
-        self.assertRegex(next(texts), r"^\n\[\.\.\. about 10000 of .*\nD{20000}$")
+        for letter, n_left_out in (("B", 30000), ("C", 20941520), ("D", 10000)):
+            self.assertRegex(next(texts), rf"^{letter}{{10000}}\n\[\.\.\. about {n_left_out} bytes left out; .*\]\n{letter}{{20000}}$")
         self.assertEqual([], list(texts))
-        self.write("file", "")
-        self.assertIn("20000 of 50000 bytes left out; they could not be kept", *self.printed((b"x", 50000), path="file/spool"))
+
+    def test_a_secret_is_masked_before_output_is_cut(self):
+        text, = self.printed((b"x" * 9998 + b"SECRET" + b"y" * 90000, 1), mask=lambda text: text.replace("SECRET", "*"))
+        self.assertNotIn("SE", text)
 
     @unittest.skipUnless(POSIX, "process groups")
     def test_a_timeout_kills_the_whole_tree_even_if_it_ignores_term(self):
@@ -1559,13 +1532,13 @@ class TestBuiltInTools(Case):
         self.raises(paicli.ToolError, "no task 'task-9'; there are task-1", self.shell.task_output, "task-9")
 
     def test_a_process_knows_whether_it_lives(self):
-        process = paicli.Process([sys.executable, "-c", "import time; time.sleep(60)"], self.folder, self.path("o"))
+        process = paicli.Process([sys.executable, "-c", "import time; time.sleep(60)"], self.folder)
         self.assertEqual((None, True), (process.popen.poll(), paicli.has_group(process.popen)))
         self.assertRaises(TimeoutError, process.wait, 0.05, paicli.Cancel())
         self.assertNotEqual(None, process.popen.poll())
         self.assertFalse(paicli.has_group(process.popen))
         process.kill()
-        quick = paicli.Process([sys.executable, "-c", "exit(7)"], self.folder, self.path("o"))
+        quick = paicli.Process([sys.executable, "-c", "exit(7)"], self.folder)
         self.assertEqual(7, quick.wait(60, paicli.Cancel()))
         popen = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], **({"start_new_session": True} if POSIX else {}))
         paicli.kill_tree(popen)
@@ -2678,14 +2651,6 @@ class TestTerminal(Case):
         server.script[:] = [says("x")]
         self.run_in("see @.env", "")
         self.assertNotIn("sk-key-12345", json.dumps(server.requests[-1]["body"]))
-
-    def test_what_a_killed_process_left_goes_after_a_day(self):
-        for name, age_s in (("output-1-a", 90000), ("output-2-b", 1000), ("other", 90000)):
-            path = os.path.dirname(self.write(f"home/{name}/x", ""))
-            os.utime(path, (time.time() - age_s,) * 2)
-        paicli.sweep(self.path("home"))
-        paicli.sweep(self.path("nowhere"))
-        self.assertEqual(["other", "output-2-b"], sorted(os.listdir(self.path("home"))))
 
     def test_no_secret_is_kept_in_any_file(self):
         for secret in ("s3cret+key/4711", 'qu"ote\\d-ključ7'):
