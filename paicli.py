@@ -306,34 +306,27 @@ def read_text(path: str) -> str:
 
 # ---- settings
 
-# One .env line in the dialect of python-dotenv: [export] KEY [= 'quoted' | "quoted" | plain] [#...]
-_ENV_LINE = r"""(?xs)
-    [ \t]* (?: (?: export [ \t]+ )? (?P<key> [^=\#\s'"][^=\#\s]* ) [ \t]* (?: =
+# One .env line: [export] KEY = 'quoted' | "quoted" | plain, # and a comment; or nothing; or bad.
+_ENV_LINE = r"""(?xs) [ \t]* (?: (?: export [ \t]+ )? (?P<key> [^=\#\s'"]+ ) [ \t]* =
         (?: [ \t]* (?P<quote>['"]) (?P<quoted> (?: \\. | (?!(?P=quote)) [^\\] )* ) (?P=quote)
-          | (?P<plain> (?! [ \t]*['"] ) (?: (?! [ \t]\# ) [^\n] )* ) ) )? )?
+          | (?P<plain> (?! [ \t]*['"] ) (?: (?! [ \t]\# ) [^\n] )* ) ) )?
     [ \t]* (?: \#[^\n]* )? (?: \n | \Z )
     | (?P<bad> [^\n]+ ) \n? """
-_ENV_ESCAPES = {"'": r"\\[\\']", '"': r"\\[\\'\"abfnrtv]"}
 
 
-def parse_dotenv(text: str, environ: dict | None = None) -> tuple[dict, list[int]]:
+def parse_dotenv(text: str) -> tuple[dict, list[int]]:
     """Return (values, numbers of the lines that make no sense).
 
-    "A=abc#def\\nB=abc #def\\nC='x y'" -> ({"A": "abc#def", "B": "abc", "C": "x y"}, [])
-    ${NAME} and ${NAME:-default} are looked up in `environ`, then in the lines above.
+    "A=abc#def\\nB=abc #def\\nC='it\\'s'" -> ({"A": "abc#def", "B": "abc", "C": "it's"}, [])
     """
-    text, values, bad_lines = text.replace("\r\n", "\n").replace("\r", "\n"), {}, []
-    known = collections.ChainMap(environ or {}, values)
+    text, values, bad_lines = text.replace("\r\n", "\n"), {}, []
     for match in re.finditer(_ENV_LINE, text):
-        value = match["plain"] and match["plain"].strip()
         if match["bad"]:
             bad_lines.append(text.count("\n", 0, match.start()) + 1)
-        if match["quote"]:
-            value = re.sub(_ENV_ESCAPES[match["quote"]],
-                           lambda m: m[0].encode().decode("unicode_escape"), match["quoted"])
-        if value is not None:                             # a name alone sets nothing
-            values[match["key"]] = re.sub(r"\$\{([^}:]*)(?::-([^}]*))?\}",
-                                          lambda m: known.get(m[1], m[2] or ""), value)
+        elif match["quote"]:
+            values[match["key"]] = re.sub(r"\\(['\"\\])", r"\1", match["quoted"])
+        elif match["key"]:
+            values[match["key"]] = match["plain"].strip()
     return values, bad_lines
 
 
@@ -394,8 +387,7 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
     settings, notices, secrets = {}, [], set()
     for source, path in (("home", os.path.join(pai_home, ".env")),
                          ("./.env", os.path.join(cwd, ".env")), ("environment", "")):
-        known = environ if source == "home" else {}       # a folder may not read the environment
-        values, bad = parse_dotenv(read_text(path), known) if path else (environ, [])
+        values, bad = parse_dotenv(read_text(path)) if path else (environ, [])
         notices += [f"{path}: line {n} is not NAME=value and was skipped" for n in bad]
         barred = set(NOT_FROM_A_PROJECT) & set(values) if source == "./.env" else set()
         notices += [f"./.env sets {name}: a folder may not, so it is not used" for name in barred]

@@ -608,11 +608,11 @@ class TestBasics(Case):
 
     def test_dotenv_lines_mean_what_they_mean_to_python_dotenv(self):
         text = ("A=abc#def\nB=abc #def\nC=   # only a comment\nD=\"a # b\"\nE='it\\'s # ok'\nF=\nG\n=H\n"
-                "export I = x y \nX=\"line1\nline2\\t|\"\n# caf\ufffd\nJ=${A}-${NO:-d}-${HOME}\nK=\"open\nL='a\\n'\r\nA=2")
-        values, bad = paicli.parse_dotenv(text, {"HOME": "/h"})
+                "export I = x y \nX=\"line1\nline2 \\\"\\\\\"\n# caf\ufffd\nJ=${A}\nK=\"open\nL='a\\n'\r\nA=2")
+        values, bad = paicli.parse_dotenv(text)
         self.assertEqual({"A": "2", "B": "abc", "C": "", "D": "a # b", "E": "it's # ok", "F": "", "I": "x y",
-                          "X": "line1\nline2\t|", "J": "abc#def-d-/h", "L": "a\\n"}, values)
-        self.assertEqual([8, 14], bad)
+                          "X": "line1\nline2 \"\\", "J": "${A}", "L": "a\\n"}, values)
+        self.assertEqual([7, 8, 14], bad)
         self.assertEqual(({"GLM_API_KEY": "k"}, []), paicli.parse_dotenv("GLM_API_KEY=k\r\n"))
 
     def test_the_command_line_wins_then_environment_folder_home(self):
@@ -639,9 +639,8 @@ class TestBasics(Case):
             PAICLI_TURN_TIMEOUT_S="2.5").turn_timeout_s, self.config().level, self.config("--yes").level))
 
     def test_a_folder_may_not_approve_itself(self):
-        self.write(".env", "PAICLI_LEVEL=3\nPAICLI_HOME=/evil\nPAICLI_SANDBOX=./run\nGLM_MODEL=m\nbad line\nA=x${SECRET}\n")
-        config = self.config(SECRET="private")
-        self.assertEqual("x", config.get("A"))
+        self.write(".env", "PAICLI_LEVEL=3\nPAICLI_HOME=/evil\nPAICLI_SANDBOX=./run\nGLM_MODEL=m\nbad line\n")
+        config = self.config()
         self.assertEqual((1, self.path(".paicli"), "m", ""), (
             config.level, config.home, config.get("GLM_MODEL"), config.get("PAICLI_SANDBOX")))
         self.assertEqual(4, len(config.notices))
