@@ -286,13 +286,9 @@ def atomic_write(path: str, data: bytes, mode: int | None = None) -> None:
 
 def append_private(path: str, line: str) -> None:
     """Add a line to a file only this person can read; several processes may do it at once."""
-    if not os.path.exists(path):
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    fd = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o600)
-    try:
-        os.write(fd, clean(line).encode("utf-8"))         # in one piece, so lines never mix
-    finally:
-        os.close(fd)
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    with open(path, "ab", 0, opener=functools.partial(os.open, mode=0o600)) as f:
+        f.write(clean(line).encode("utf-8"))              # in one piece, so lines never mix
 
 
 def read_text(path: str) -> str:
@@ -370,7 +366,6 @@ class Config(NamedTuple):
 
 OPTIONS = ["continue", "resume=", "clear", "demo", "model=", "level=", "yes", "add-dir=", "json",
            "trace", "version", "help"]
-SHORT_OPTIONS = {"-h": "help", "-c": "continue"}
 # A folder's .env comes with the folder; these would let it run programs or approve itself.
 NOT_FROM_A_PROJECT = ("PAICLI_HOME", "PAICLI_LEVEL", "PAICLI_SANDBOX", "PAICLI_RAG_DIR")
 
@@ -380,7 +375,7 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
 
     Raises ConfigError for an unknown option or a value that makes no sense.
     """
-    options, words = _parse_argv(argv)
+    options, folders, words = _parse_argv(argv)
     if "yes" in options or "demo" in options:
         options["level"] = "3"
     pai_home = os.path.abspath(environ.get("PAICLI_HOME") or os.path.join(home, ".paicli"))
@@ -406,10 +401,9 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
     return Config(
         cwd, pai_home, tuple(words), settings, **numbers,
         model=settings.get("PAICLI_MODEL", Config._field_defaults["model"]),
-        resume=options.get("resume", "last" if "continue" in options else "") or (
-            "last" if "resume" in options else ""),
-        clear="clear" in options, add_dirs=_folders(options.get("add-dir", ""), cwd),
-        sandbox=_argv(settings.get("PAICLI_SANDBOX", Setting("", ""))),
+        resume=options.get("resume") or ("last" if "continue" in options else ""),
+        clear="clear" in options, add_dirs=tuple(os.path.join(cwd, f) for f in folders),
+        sandbox=tuple(settings.get("PAICLI_SANDBOX", Setting("", "")).value.split()),
         demo="demo" in options, json="json" in options, trace="trace" in options,
         show=next((o for o in ("help", "version") if o in options), ""),
         color=not environ.get("NO_COLOR"), is_dumb=environ.get("TERM") == "dumb",
@@ -418,33 +412,16 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
 
 
 def _parse_argv(argv):
-    """-> (options, words).  Options may stand anywhere, but what follows a /command is its own."""
-    short = "".join(SHORT_OPTIONS).replace("-", "")
+    """-> (options, folders, words).  Options may stand anywhere, but not behind a /command."""
     try:
-        found, words = getopt.getopt(argv, short, OPTIONS)
+        found, words = getopt.getopt(argv, "hc", OPTIONS)
         if not words or not words[0].startswith("/"):
-            found, words = getopt.gnu_getopt(argv, short, OPTIONS)
+            found, words = getopt.gnu_getopt(argv, "hc", OPTIONS)
     except getopt.GetoptError as e:
         raise ConfigError(f"{e.msg}; see --help") from None
-    options = {SHORT_OPTIONS.get(name, name[2:]): value for name, value in found}
-    options["add-dir"] = "\n".join(value for name, value in found if name == "--add-dir")
-    return options, words
-
-
-def _folders(lines, cwd):
-    folders = tuple(os.path.join(cwd, os.path.expanduser(f)) for f in lines.split("\n") if f)
-    for folder in folders:
-        if not os.path.isdir(folder):
-            raise ConfigError(f"--add-dir {folder}: there is no such folder")
-    return folders
-
-
-def _argv(setting):
-    import shlex
-    try:
-        return tuple(shlex.split(setting.value))
-    except ValueError as e:
-        raise ConfigError(f"PAICLI_SANDBOX={setting.value!r} ({setting.source}): {e}") from None
+    short = {"-h": "help", "-c": "continue"}
+    folders = [value for name, value in found if name == "--add-dir"]
+    return {short.get(name, name[2:]): value for name, value in found}, folders, words
 
 
 def _number(name, default, settings):
@@ -461,11 +438,7 @@ def _number(name, default, settings):
 def proxies_in(environ: dict) -> dict:
     """Return {"http": URL, "https": URL, "no": hosts} from *_proxy variables; lower case wins."""
     upper_first = sorted(environ)                         # so that lower case wins
-    found = {n.lower()[:-6]: environ[n] for n in upper_first if n.lower().endswith("_proxy")}
-    if not found and sys.platform in ("darwin", "win32"):
-        import urllib.request                             # slow to import, so only where needed
-        found = urllib.request.getproxies()               # the system's own settings
-    return {scheme: url for scheme, url in found.items() if url}
+    return {n.lower()[:-6]: environ[n] for n in upper_first if n.lower().endswith("_proxy")}
 
 
 # =============================================================================

@@ -652,7 +652,7 @@ class TestBasics(Case):
         self.assertEqual({"folder-key-1", "environment-key-2", "serp-key-33"}, set(config.secrets))
 
     def test_proxy_variables_are_found_in_any_case(self):
-        self.assertEqual({"http": "http://low", "no": "x"}, paicli.proxies_in(
+        self.assertEqual({"http": "http://low", "https": "", "no": "x"}, paicli.proxies_in(
             {"http_proxy": "http://low", "HTTP_PROXY": "http://up", "NO_PROXY": "x", "https_proxy": ""}))
 
 
@@ -2380,8 +2380,8 @@ class TestCommands(Case):
         self.assertEqual(3, app.agent.toolbox.tools["dig"].level)      # what the file says of itself does not count
 
     def test_the_policy_is_shown_and_always_is_taken_back(self):
-        app = self.app("--level", "2", PAICLI_SANDBOX="bwrap 'a b' {cwd}")
-        self.assertEqual(("bwrap", "a b", "{cwd}"), tuple(app.shell.sandbox))
+        app = self.app("--level", "2", PAICLI_SANDBOX="bwrap a  {cwd}")
+        self.assertEqual(("bwrap", "a", "{cwd}"), tuple(app.shell.sandbox))
         app.approver.grants += ["write_file", 'execute_command {"command": "ls\x1b"}']
         shown = paicli.show_policy(app, "")
         self.assertRegex(shown, r"(?s)^Level 2.*  1\. write_file\n  2\. execute_command .*ls.x1b.*not a sandbox.*Sandbox: bwrap")
