@@ -578,7 +578,7 @@ class Http:
         place, connection, reply = (parts.scheme, parts.netloc, proxy), None, None
         try:
             connection = self._kept(place) or Job(
-                "connect", self._connect, parts, proxy, timeout_s, cancel).wait(cancel)
+                "connect", self._connect, parts, proxy, timeout_s).wait(cancel)
             sock = connection.sock                        # http.client may let go of it early
             sock.settimeout(timeout_s)
             with cancel.on_set(lambda: _shut(sock)):
@@ -597,7 +597,8 @@ class Http:
                 connection = None
         except (OSError, UnicodeError, http.client.HTTPException) as e:
             cancel.check()
-            raise HttpError(0, _why(e, parts, proxy), parts.hostname) from e
+            through = f" through the proxy {proxy.hostname}:{proxy.port or 80}" if proxy else ""
+            raise HttpError(0, (str(e) or repr(e)) + through, parts.hostname) from e
         finally:
             if connection:
                 connection.close()
@@ -617,7 +618,7 @@ class Http:
                 connection.close()
         return None
 
-    def _connect(self, url, proxy, timeout_s, cancel):
+    def _connect(self, url, proxy, timeout_s):
         """-> a new connection."""
         at, timeout_s = proxy or url, min(timeout_s, CONNECT_TIMEOUT_S)
         port = at.port or (443 if at.scheme == "https" else 80)
@@ -633,9 +634,6 @@ class Http:
             if proxy:
                 connection.set_tunnel(url.hostname, url.port or 443, _proxy_login(proxy))
         connection.connect()
-        if cancel.is_set():                               # nobody waits for it any more
-            connection.close()
-            cancel.check()
         return connection
 
     def json(self, method: str, url: str, payload=None, headers: dict | None = None,
@@ -668,27 +666,12 @@ def _shut(sock):
 
 def _refusal(reply, host):
     """-> HttpError for a reply that is no answer, with the seconds the server asks to wait."""
-    from email.utils import parsedate_to_datetime
-    text, wait_s = reply.read(65536).decode("utf-8", "replace"), None
+    text = reply.read(65536).decode("utf-8", "replace")
     if reply.status < 400:
         text = f"moved to {reply.headers.get('Location')}: correct the URL"
-    after = reply.headers.get("Retry-After", "")          # seconds, or a date
-    with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):
-        wait_s = float(after) if re.fullmatch(r"[\d.]+", after) else max(
-            0.0, parsedate_to_datetime(after).timestamp() - time.time())
-    return HttpError(reply.status, text, host, wait_s)
-
-
-def _why(error, url, proxy):
-    """Say what a person can act on."""
-    reasons = (
-        ((socket.timeout, TimeoutError), "no answer in time"),
-        (ConnectionRefusedError, f"connection refused: no server on port {url.port or url.scheme}"),
-        (socket.gaierror, "the host name can't be resolved; is the network up?"),
-        ((http.client.IncompleteRead, ConnectionError), "the connection broke off"),
-        (Exception, str(error) or type(error).__name__))
-    said = next(text for kind, text in reasons if isinstance(error, kind))
-    return said + (f" through the proxy {proxy.hostname}:{proxy.port or 80}" if proxy else "")
+    after = reply.headers.get("Retry-After", "")
+    return HttpError(reply.status, text, host,
+                     float(after) if re.fullmatch(r"\d{1,9}", after) else None)
 
 
 def retry(attempt: Callable, is_temporary: Callable[[PaiError], bool], cancel: Cancel,
