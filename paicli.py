@@ -947,44 +947,27 @@ class ReplyBuilder:
             self.usage = Usage(sent, received or 0, cached or 0)
 
     def _add_call(self, piece):
+        """Open a call, or go on with one: that of the same index, else the last.
+
+        A name opens one, unless it comes again with its id: Ollama gives each call the index 0,
+        others give none, or each piece another.
+        """
         index, id_ = _get(piece, "index", int), _get(piece, "id", str)
         function = _get(piece, "function", dict) or {}
         name, arguments = _get(function, "name", str), function.get("arguments")
-        call = self._continued(index, id_, name)
-        if call is None:
-            last = self._calls[-1]["index"] if self._calls else 0
-            call = {"index": last if index is None else index, "id": "", "name": "", "pieces": []}
+        call = next((c for c in reversed(self._calls) if c["index"] == index), None)
+        if not self._calls or name and not (call and id_ and id_ == call["id"]):
+            call = {"index": index, "id": id_, "name": name or "", "pieces": []}
             self._calls.append(call)
-        call["id"], call["name"] = call["id"] or id_ or "", call["name"] or name or ""
         if arguments is not None:                         # some send the object itself
             text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            call["pieces"].append(text)
-
-    def _continued(self, index, id_, name):
-        """Which call a piece goes on with, by index, else by id, else the last; None opens one.
-
-        On a known index a name opens one too, unless it just repeats name and id, or, without
-        ids, comes before the arguments are whole: Ollama gives each call the index 0.
-        """
-        def is_open(call):
-            return not isinstance(_json("".join(call["pieces"])), dict)
-        same = [c for c in self._calls
-                if (index == c["index"] if index is not None else not id_ or id_ == c["id"])]
-        last = same[-1] if same else None
-        if name and last and last["name"]:
-            is_repeated = id_ == last["id"] if id_ else is_open(last)
-            return last if is_repeated and name == last["name"] else None
-        if name or last:
-            return last
-        unfinished = [c for c in self._calls if is_open(c)]
-        is_new = id_ and index is None and not unfinished
-        return None if is_new else (unfinished or self._calls or [None])[-1]
+            (call or self._calls[-1])["pieces"].append(text)
 
     def reply(self, prompt: str) -> Reply:
         """Return what came.  Without usage from the server it is estimated; `prompt` was sent."""
         text, reasoning = ("".join(self._said[kind]) for kind in ("text", "reasoning"))
         calls = []
-        for call in sorted(self._calls, key=lambda c: c["index"]):
+        for call in self._calls:
             # An id must be there and be the only one, or results can't be matched to calls.
             if not call["id"] or call["id"] in [c.id for c in calls]:
                 call["id"] = f"call_{random.getrandbits(48):012x}"

@@ -876,7 +876,6 @@ class TestModel(Case):
                 [piece(0, "a", "f", first), piece(7, None, None, rest), piece(8, "b", "g", b[2])],            # odd index
                 [piece(0, "a", "f", first), piece(0, "a2", None, rest), piece(1, "b", "g", b[2])],            # new id each
                 [piece(0, "a", "f", first), piece(0, "a", "f", rest), piece(1, "b", "g", b[2])],              # name again
-                [piece(1, "b", "g", b[2]), piece(0, "a", "f", a[2])],                                         # out of order
                 [piece(0, "a", "f", {"x": 1}), piece(1, "b", "g", {"y": 2})]):                                # objects
             self.assertEqual([a, b], self.joined(*pieces), pieces)
 
