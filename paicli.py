@@ -1125,58 +1125,55 @@ class DemoModel:
     """
     HELP = "I am the demo model: a few keyword rules, no intelligence. Try:\n- " + "\n- ".join(
         (*DEMO_EXAMPLES, "list FOLDER", "read FILE"))
-    # What is asked, and what is done about it, one step a round: tool calls, then a sentence.  \1
-    # stands for what the first (...) matched, OUTPUT and PRINTLN for parts of the last result.
+    # What is asked; the tool calls it takes, one a round; what is said then.  \1 stands for what
+    # the first (...) matched, OUTPUT for the last result.
     RULES = (
         (r"create a java project ([\w-]+)",
-         ("create_project", {"name": r"\1", "type": "java"}),
+         [("create_project", {"name": r"\1", "type": "java"})],
          r"The project \1 is there. It has a Maven structure: pom.xml and src/main/java."),
         (r"in (\S+?),? create (\w+)\.java that prints (.+)",
-         ("write_file", {"path": r"\1/\2.java", "content": "package com.example;\n\n"
-                         r"public class \2 {\n    public static void main(String[] args) {\n"
-                         r'        System.out.println("\3");\n    }\n}\n'}),
+         [("write_file", {"path": r"\1/\2.java", "content": "package com.example;\n\n"
+                          r"public class \2 {\n    public static void main(String[] args) {\n"
+                          r'        System.out.println("\3");\n    }\n}\n'})],
          r"\1/\2.java is written. It prints \3."),
         (r"read (\S+?),? then change the output to (.+)",
-         ("read_file", {"path": r"\1"}),
-         ("edit_file", {"path": r"\1", "old_text": "PRINTLN", "new_text": r'println("\2")'}),
+         [("read_file", {"path": r"\1"}),
+          ("edit_file", {"path": r"\1", "old_text": '"Hello World"', "new_text": r'"\2"'})],
          r"\1 prints \2 now."),
         (r"go into (\S+?),? compile and run (\w+)\.java",
-         ("execute_command", {"command": r"cd \1 && javac -d target/classes "
-                                         r"src/main/java/com/example/\2.java"}),
-         ("execute_command", {"command": r"cd \1 && java -cp target/classes com.example.\2"}),
+         [("execute_command", {"command": r"cd \1 && javac -d target/classes "
+                                          r"src/main/java/com/example/\2.java"}),
+          ("execute_command", {"command": r"cd \1 && java -cp target/classes com.example.\2"})],
          "It compiles and runs. Its output: OUTPUT"),
-        (r"list\s+(\S+)", ("list_dir", {"path": r"\1"}), "OUTPUT"),
-        (r"read (\S+)", ("read_file", {"path": r"\1"}), "OUTPUT"))
+        (r"list\s+(\S+)", [("list_dir", {"path": r"\1"})], "OUTPUT"),
+        (r"read (\S+)", [("read_file", {"path": r"\1"})], "OUTPUT"))
 
     def reply(self, messages: list[dict], tools: list[dict],
               on_delta: Callable[[str, str], None], cancel: Cancel) -> Reply:
         """Look at the last user message and the results since: the next call, or a sentence."""
         asked = max(i for i, m in enumerate(messages) if m["role"] == "user")
         results = [m["content"] for m in messages[asked + 1:] if m["role"] == "tool"]
-        step, calls = self._next(messages[asked]["content"].strip(), results), []
-        if isinstance(step, tuple):
-            step, calls = "", [ToolCall(f"demo_{len(messages)}", step[0], json.dumps(step[1]))]
-        else:
-            on_delta("text", step)
+        said, calls = self._next(messages[asked]["content"].strip(), results)
+        if said:
+            on_delta("text", said)
         n_input = sum(estimate_tokens(m["content"]) for m in messages)
-        return Reply(step, "", calls, Usage(n_input, estimate_tokens(step), 0, True))
+        return Reply(said, "", calls, Usage(n_input, estimate_tokens(said), 0, True))
 
     def _next(self, asked, results):
+        """-> what is said, or the next call in a list."""
         last = results[-1] if results else ""
-        if last.startswith("Error") or re.search(r"exit code: [1-9]", last):
-            return "That did not work. " + last
-        output = re.sub(r"^(Command finished.*|File content:)\n", "", last).strip()
-        println = re.search(r"println\(.*\)|$", last)[0]
-        for pattern, *steps in self.RULES:
-            match = re.match(pattern, re.sub(r"(?<=\w)\.$", "", asked), re.I)
-            step = steps[len(results)] if match else None
-            if isinstance(step, str):
-                return match.expand(step).replace("OUTPUT", output)
-            if step:
-                name, arguments = step
-                return name, {k: match.expand(v).replace("PRINTLN", println)
-                              for k, v in arguments.items()}
-        return self.HELP
+        if re.search(r"^Error|exit code: [1-9]", last):
+            return "That did not work. " + last, []
+        for pattern, calls, said in self.RULES:
+            match = re.match(pattern, asked, re.I)
+            if match and len(results) == len(calls):
+                output = re.sub(r"^(Command finished.*|File content:)\n", "", last).strip()
+                return match.expand(said).replace("OUTPUT", output), []
+            if match:
+                name, arguments = calls[len(results)]
+                arguments = json.dumps({k: match.expand(v) for k, v in arguments.items()})
+                return "", [ToolCall(f"demo_{random.getrandbits(48):x}", name, arguments)]
+        return self.HELP, []
 
 
 # =============================================================================
