@@ -743,7 +743,7 @@ CONTEXT_WINDOWS = (("glm-4.5", 131072), ("glm-5.1", 200000), ("glm-4.7-flash", 2
 
 NO_KEY_HELP = """No key for {p.name}, so no model can be asked.  One of these gets you going:
   1. put {p.prefix}_API_KEY=... into the environment, ./.env or ~/.paicli/.env
-  2. start Ollama on this machine, then: python paicli.py --model ollama{found}
+  2. start Ollama on this machine, then: python paicli.py --model ollama:MODEL
   3. look around without a model: python paicli.py --demo"""
 
 
@@ -790,7 +790,7 @@ def estimate_tokens(text: str) -> int:
 def choose_provider(config: Config, choice: str = "") -> Provider:
     """Turn PROVIDER, PROVIDER:MODEL or URL#MODEL (default: config.model) into a Provider to ask.
 
-    A key goes only to the URL that was set beside it, or to its provider's own.
+    A key goes only to the URL that was set beside it, or to its provider's own; URL#MODEL gets none.
     """
     chosen = Setting(choice, "command line") if choice else config.model
     if "://" in chosen.value:
@@ -818,12 +818,7 @@ def _provider_at_url(config, chosen):
     if why_not:
         notice = f"PAICLI_MODEL is not used: {why_not}"
         return choose_provider(config, "glm")._replace(notice=notice)
-    # The key of a host is for that host only.
-    known = [p for p in PROVIDERS.values() if p.needs_key and _host(p.base_url) == _host(url)
-             and url.startswith("https://")]
-    provider = known[0] if known else PROVIDERS["ollama"]._replace(name=_host(url), model="default")
-    key = config.get(provider.prefix + "_API_KEY") if known else ""
-    return provider._replace(base_url=url.rstrip("/"), model=model or provider.model, api_key=key)
+    return Provider(_host(url), url.rstrip("/"), model or "default", "", needs_key=False)
 
 
 def _why_not(url, key=Setting("", "")):
@@ -941,8 +936,7 @@ class ReplyBuilder:
     def _add_usage(self, usage):
         """The last one counts; servers repeat a running total, so a sum would be wrong."""
         sent, received = _get(usage, "prompt_tokens", int), _get(usage, "completion_tokens", int)
-        cached = (_get(_get(usage, "prompt_tokens_details", dict), "cached_tokens", int)
-                  or _get(usage, "prompt_cache_hit_tokens", int))
+        cached = _get(_get(usage, "prompt_tokens_details", dict), "cached_tokens", int)
         if sent:
             self.usage = Usage(sent, received or 0, cached or 0)
 
@@ -985,9 +979,7 @@ _TEMPORARY_CODES = {"1120", "1200", "1230", "1234", "1302", "1303", "1305", "131
 _FINAL = r"^1\d{3} |^insufficient_quota |CERTIFICATE_VERIFY|Tunnel connection failed: 4"
 _ADVICE = {
     "1113": "no balance, or this is a Coding Plan key: try --model glm-coding",
-    "1211": "the provider has no such model: see /model",
     "401": "the key was refused: check {prefix}_API_KEY",
-    "402": "the account has no credit left",
 }
 _OVERFLOW = (r"(?i)context.{0,20}(length|window|size)|prompt.{0,20}(too long|exceeds)"
              r"|too many (input )?tokens(?! per)|maximum (context|number of tokens)"
@@ -1000,17 +992,15 @@ def model_error(error: HttpError, provider: Provider) -> ModelError:
     error.body is {"error": {"code": "1113", "message": "..."}}, or any text.
     """
     body, status = _json(error.body), error.status
-    body = body[0] if isinstance(body, list) and body else body       # Gemini sends a list
     found = _get(body, "error", object) or body
     found = found if isinstance(found, dict) else {"message": found}
     code = str(found.get("code") or "")
     status = int(code) if status == 200 and re.fullmatch(r"[45]\d\d", code) else status
-    said = found.get("message") or found.get("detail") or found.get("msg")
+    said = found.get("message")
     said = f"{provider.name}: {one_line(str(said), 500)} [{code or status}]" if said else str(error)
     said = redact(said, filter(None, [provider.api_key]))
     if code in ("1261", "context_length_exceeded") or (
-            status in (200, 400, 413, 422) and re.search(_OVERFLOW, said)) or (
-            status in (400, 413) and not error.body.strip()):
+            status in (200, 400, 413, 422) and re.search(_OVERFLOW, said)):
         return ModelError("the conversation is longer than the model can read; /clear starts a new "
                           f"one ({said})", "overflow")
     is_temporary = code in _TEMPORARY_CODES or not re.search(_FINAL, f"{code} {error.body}") and (
@@ -1038,9 +1028,7 @@ class ChatModel:
         Raises ModelError when tries are used up or useless, ConfigError without a key, Cancelled.
         """
         if self.provider.needs_key and not self.provider.api_key:
-            models = find_ollama(self.http)
-            found = f":{models[0]}   (it runs here)" if models else ""
-            raise ConfigError(NO_KEY_HELP.format(p=self.provider, found=found))
+            raise ConfigError(NO_KEY_HELP.format(p=self.provider))
         body = {"model": self.provider.model, **self.provider.extra, "stream": True,
                 "messages": wire_messages(messages, self.provider)}
         if tools:
@@ -1100,15 +1088,6 @@ class ChatModel:
             body["thinking"] = {"type": "disabled"}
             raise ModelError("the model used all its output for thinking and gave no answer",
                              "length", is_worth_it)
-
-
-def find_ollama(http: Http, base_url: str = "http://localhost:11434",
-                timeout_s: float = 0.5) -> list[str]:
-    """Return the names of the models of an Ollama server on this machine, [] if none answers."""
-    with contextlib.suppress(PaiError, LookupError, TypeError):
-        models = http.json("GET", base_url + "/api/tags", timeout_s=timeout_s)["models"]
-        return [str(m["name"]) for m in models]
-    return []
 
 
 DEMO_EXAMPLES = (

@@ -1035,8 +1035,7 @@ class TestModel(Case):
 
     def test_a_key_goes_only_where_it_belongs(self):
         key = {"GLM_API_KEY": "k" * 9}
-        self.assertEqual("k" * 9, self.choose("https://open.bigmodel.cn/api/paas/v4#glm-4.7", **key).api_key)
-        for url in ("https://evil.example/open.bigmodel.cn/api/paas/v4", "https://open.bigmodel.cn.evil.example/",
+        for url in ("https://open.bigmodel.cn/api/paas/v4", "https://evil.example/open.bigmodel.cn/api/paas/v4", "https://open.bigmodel.cn.evil.example/",
                     "https://open.bigmodel.cn@evil.example/", "http://open.bigmodel.cn/", "http://127.0.0.1:9/v1"):
             self.assertEqual(("", "m"), (self.choose(url + "#m", **key).api_key, self.choose(url + "#m", **key).model), url)
 
@@ -1059,11 +1058,6 @@ class TestModel(Case):
     def test_an_address_that_is_none_is_said_and_not_tried_again(self):
         for choice in ("ftp://x#m", "http://[x#m"):
             self.raises(paicli.ConfigError, "not a", self.choose, choice)
-
-    def test_ollama_is_found_by_what_it_serves(self):
-        server = self.server(refuses(200, {"models": [{"name": "qwen3:4b"}, {"name": "x"}]}), refuses(200, []))
-        self.assertEqual([["qwen3:4b", "x"], [], []], [paicli.find_ollama(self.http(), u, timeout_s=30) for u in (
-            server.url, server.url, "http://127.0.0.1:1")])
 
     def test_errors_of_the_server_keep_their_code(self):
         provider = self.choose()
