@@ -120,10 +120,7 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str, limit: int = 200) -> str:
-    """Return the first `limit` characters on one line; a web page is reduced to its title."""
-    title = re.search(r"<title[^>]*>(.*?)</title", text, re.I | re.S)
-    if title:
-        text = "a web page titled " + title[1]
+    """Return the first `limit` characters on one line."""
     line = visible(" ".join(text.split()))
     return line if len(line) <= limit else line[:limit - 1] + "…"
 
@@ -259,19 +256,15 @@ def run_parallel(name: str, functions: list[Callable]) -> list:
 # ---- files
 
 def atomic_write(path: str, data: bytes, mode: int | None = None) -> None:
-    """Replace the file's content in one step; `mode` or its permission bits, and its owner, stay.
+    """Replace the file's content in one step; it gets `mode` or keeps its permission bits.
 
     Raises OSError, and then, as after a crash or on a full disk, the old file is untouched.
     """
-    old = os.stat(path) if os.path.exists(path) else None
-    owner = (old.st_uid, old.st_gid) if old else (-1, -1)               # -1: leave it
-    if old and mode is None:
-        mode = stat.S_IMODE(old.st_mode)
+    if mode is None and os.path.exists(path):
+        mode = stat.S_IMODE(os.stat(path).st_mode)
     temporary = os.path.join(os.path.dirname(path), f".paicli-{random.getrandbits(64):016x}.tmp")
     try:
         with open(temporary, "xb") as f:
-            with contextlib.suppress(OSError, AttributeError):           # only root may do it
-                os.chown(temporary, *owner)
             if mode is not None:                          # before there is anything to read
                 os.chmod(temporary, mode)
             f.write(data)
@@ -452,10 +445,11 @@ def proxies_in(environ: dict) -> dict:
 # directly, as urllib.request opens a new connection (https: 0.1 s of CPU) for every request.
 # Trap: a timeout counts the silence between two bytes, and nothing can interrupt a connect or a
 # read.  So a connect is a Job that may be left behind, and Cancel shuts the socket under a read.
-# Simplified: HTTP/1.1 only, no compression, proxies by http:// only, no redirects.
+# Simplified: HTTP/1.1 only, no compression, proxies by http:// and CONNECT only, no redirects.
 # Tests: TestHttp (exercise, 3 of 3 stars).
 
 CONNECT_TIMEOUT_S = 60
+PORTS = {"http": 80, "https": 443}
 READ_TIMEOUT_S = 300                     # between two bytes: models think silently for minutes
 MAX_IDLE_S = 60                          # a kept connection is used again only so long
 MAX_LINE_BYTES = 32 << 20                # of a stream; what is longer comes in pieces
@@ -475,15 +469,6 @@ def _split(url, schemes, complaint):
         if parts.scheme in schemes and parts.hostname and parts.port != 0:
             return parts
     raise ConfigError(complaint)
-
-
-def _target(url, proxy):
-    """What stands in the request line; a proxy for plain http wants the whole URL."""
-    path = urllib.parse.quote((url.path or "/") + (url.query and "?" + url.query),
-                              safe="/%?&=+:;,@!$'()*[]~-._")
-    if proxy and url.scheme == "http":
-        return f"http://{url.netloc.rpartition('@')[2]}{path}"
-    return path
 
 
 def _proxy_login(proxy):
@@ -573,8 +558,9 @@ class Http:
         """
         cancel = cancel or Cancel()
         parts, proxy = self.route(url)
-        login = _proxy_login(proxy) if parts.scheme == "http" else {}      # else with CONNECT
-        headers = {"User-Agent": f"paicli/{__version__}", **login, **(headers or {})}
+        target = urllib.parse.quote((parts.path or "/") + (parts.query and "?" + parts.query),
+                                    safe="/%?&=+:;,@!$'()*[]~-._")
+        headers = {"User-Agent": f"paicli/{__version__}", **(headers or {})}
         place, connection, reply = (parts.scheme, parts.netloc, proxy), None, None
         try:
             connection = self._kept(place) or Job(
@@ -582,7 +568,7 @@ class Http:
             sock = connection.sock                        # http.client may let go of it early
             sock.settimeout(timeout_s)
             with cancel.on_set(lambda: _shut(sock)):
-                connection.request(method, _target(parts, proxy), body, headers)
+                connection.request(method, target, body, headers)
                 reply = connection.getresponse()
                 if reply.status >= 300:
                     raise _refusal(reply, parts.hostname)
@@ -619,20 +605,18 @@ class Http:
         return None
 
     def _connect(self, url, proxy, timeout_s):
-        """-> a new connection."""
+        """-> a new connection, through the proxy by CONNECT."""
         at, timeout_s = proxy or url, min(timeout_s, CONNECT_TIMEOUT_S)
-        port = at.port or (443 if at.scheme == "https" else 80)
-        if url.scheme == "http":
-            connection = http.client.HTTPConnection(at.hostname, port, timeout=timeout_s)
-        else:
+        kind, options = http.client.HTTPConnection, {}
+        if url.scheme == "https":
             with self._lock:
                 if not self._tls:
                     import ssl
                     self._tls = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(at.hostname, port, timeout=timeout_s,
-                                                     context=self._tls)
-            if proxy:
-                connection.set_tunnel(url.hostname, url.port or 443, _proxy_login(proxy))
+            kind, options = http.client.HTTPSConnection, {"context": self._tls}
+        connection = kind(at.hostname, at.port or PORTS[at.scheme], timeout=timeout_s, **options)
+        if proxy:
+            connection.set_tunnel(url.hostname, url.port or PORTS[url.scheme], _proxy_login(proxy))
         connection.connect()
         return connection
 
@@ -790,11 +774,16 @@ def estimate_tokens(text: str) -> int:
 def choose_provider(config: Config, choice: str = "") -> Provider:
     """Turn PROVIDER, PROVIDER:MODEL or URL#MODEL (default: config.model) into a Provider to ask.
 
-    A key goes only to the URL that was set beside it, or to its provider's own; URL#MODEL gets none.
+    A key goes only to the URL that was set beside it, or to its provider's own, never to URL#MODEL.
     """
     chosen = Setting(choice, "command line") if choice else config.model
     if "://" in chosen.value:
-        return _provider_at_url(config, chosen)
+        url, _, model = chosen.value.partition("#")
+        why_not = _why_not(chosen)
+        if not why_not:
+            return Provider(_host(url), url.rstrip("/"), model or "default", "", needs_key=False)
+        notice = f"PAICLI_MODEL is not used: {why_not}"
+        return choose_provider(config, "glm")._replace(notice=notice)
     name, _, model = chosen.value.partition(":")
     if name not in PROVIDERS:
         raise ConfigError(f"no provider {name!r}; there are {', '.join(PROVIDERS)}, or URL#MODEL")
@@ -810,15 +799,6 @@ def choose_provider(config: Config, choice: str = "") -> Provider:
     return provider._replace(
         base_url=url.value.rstrip("/"), api_key=key.value, notice=notice,
         model=model or config.get(provider.prefix + "_MODEL", provider.model))
-
-
-def _provider_at_url(config, chosen):
-    url, _, model = chosen.value.partition("#")
-    why_not = _why_not(chosen)
-    if why_not:
-        notice = f"PAICLI_MODEL is not used: {why_not}"
-        return choose_provider(config, "glm")._replace(notice=notice)
-    return Provider(_host(url), url.rstrip("/"), model or "default", "", needs_key=False)
 
 
 def _why_not(url, key=Setting("", "")):
@@ -919,16 +899,16 @@ class ReplyBuilder:
             raise HttpError(200, json.dumps(event))
         for choice in _get(event, "choices", list) or []:
             delta = _get(choice, "delta", dict) or _get(choice, "message", dict)
-            self._add_text("reasoning", delta, "reasoning_content", "reasoning")
-            self._add_text("text", delta, "content", "refusal")
+            self._add_text("reasoning", _get(delta, "reasoning_content", str)
+                           or _get(delta, "reasoning", str))
+            self._add_text("text", _get(delta, "content", str))
             for piece in _get(delta, "tool_calls", list) or []:
                 self._add_call(piece)
             self.finish = _get(choice, "finish_reason", str) or self.finish
             self._add_usage(_get(choice, "usage", dict))
         self._add_usage(_get(event, "usage", dict))
 
-    def _add_text(self, kind, delta, name, other_name):
-        text = _get(delta, name, str) or _get(delta, other_name, str)
+    def _add_text(self, kind, text):
         if text:
             self._said[kind].append(text)
             self._on_delta(kind, text)
@@ -1076,12 +1056,11 @@ class ChatModel:
 
     def _check(self, reply, body):
         """Raise ModelError for a reply that says it is none."""
-        sent = reply.usage.input
         # Some servers take what is too long and read only a part of it, without a word.
-        is_over = 0 < self.window < sent and not reply.usage.is_estimate
+        is_over = 0 < self.window < reply.usage.input and not reply.usage.is_estimate
         if is_over or reply.finish == "model_context_window_exceeded":
-            why = json.dumps({"code": "1261", "message": f"{sent} tokens were sent"})
-            raise model_error(HttpError(400, why), self.provider)
+            raise model_error(HttpError(400, '{"code": "1261", "message": "it did not fit"}'),
+                              self.provider)
         if reply.finish == "length" and not reply.text and not reply.tool_calls:
             # All of the output went into thinking: once more without it, where that can be said.
             is_worth_it = self.provider.wants_reasoning and "thinking" not in body
