@@ -448,8 +448,8 @@ def proxies_in(environ: dict) -> dict:
 # Simplified: HTTP/1.1 only, no compression, proxies by http:// and CONNECT only, no redirects.
 # Tests: TestHttp (exercise, 3 of 3 stars).
 
-CONNECT_TIMEOUT_S = 60
 PORTS = {"http": 80, "https": 443}
+CONNECT_TIMEOUT_S = 60
 READ_TIMEOUT_S = 300                     # between two bytes: models think silently for minutes
 MAX_IDLE_S = 60                          # a kept connection is used again only so long
 MAX_LINE_BYTES = 32 << 20                # of a stream; what is longer comes in pieces
@@ -473,7 +473,7 @@ def _split(url, schemes, complaint):
 
 def _proxy_login(proxy):
     """-> {"Proxy-Authorization": "Basic ..."} for a proxy URL with a user name, else {}."""
-    if not proxy or proxy.username is None:
+    if proxy.username is None:
         return {}
     login = urllib.parse.unquote(f"{proxy.username}:{proxy.password or ''}")
     return {"Proxy-Authorization": "Basic " + base64.b64encode(login.encode()).decode()}
@@ -654,8 +654,7 @@ def _refusal(reply, host):
     if reply.status < 400:
         text = f"moved to {reply.headers.get('Location')}: correct the URL"
     after = reply.headers.get("Retry-After", "")
-    return HttpError(reply.status, text, host,
-                     float(after) if re.fullmatch(r"\d{1,9}", after) else None)
+    return HttpError(reply.status, text, host, float(after) if after.isdecimal() else None)
 
 
 def retry(attempt: Callable, is_temporary: Callable[[PaiError], bool], cancel: Cancel,
@@ -826,13 +825,11 @@ def wire_messages(messages: list[dict], provider: Provider) -> list[dict]:
     if provider.wants_reasoning:
         names.append("reasoning_content")
     for message in messages:
-        kept = {"role": message["role"], "content": "",
-                **{k: message[k] for k in names if message.get(k)}}
-        if kept["role"] == "assistant" and not kept["content"]:
-            kept["content"] = provider.empty_content
-            if "tool_calls" not in kept:
-                continue                                  # servers refuse a message that is empty
-        out.append(kept)
+        is_silent = message["role"] == "assistant" and not message.get("content")
+        if is_silent and not message.get("tool_calls"):
+            continue                                      # servers refuse a message that is empty
+        out.append({"role": message["role"], "content": provider.empty_content if is_silent else "",
+                    **{k: message[k] for k in names if message.get(k)}})
     return out
 
 
@@ -957,13 +954,8 @@ _BROKEN = ("", "error", "network_error")                 # reasons to finish tha
 # other codes, an empty purse, a certificate, a proxy's refusal.
 _TEMPORARY_CODES = {"1120", "1200", "1230", "1234", "1302", "1303", "1305", "1312"}
 _FINAL = r"^1\d{3} |^insufficient_quota |CERTIFICATE_VERIFY|Tunnel connection failed: 4"
-_ADVICE = {
-    "1113": "no balance, or this is a Coding Plan key: try --model glm-coding",
-    "401": "the key was refused: check {prefix}_API_KEY",
-}
 _OVERFLOW = (r"(?i)context.{0,20}(length|window|size)|prompt.{0,20}(too long|exceeds)"
-             r"|too many (input )?tokens(?! per)|maximum (context|number of tokens)"
-             r"|model token limit|range of input|input tokens exceed")
+             r"|too many (input )?tokens(?! per)|maximum (context|number of tokens)")
 
 
 def model_error(error: HttpError, provider: Provider) -> ModelError:
@@ -985,9 +977,8 @@ def model_error(error: HttpError, provider: Provider) -> ModelError:
                           f"one ({said})", "overflow")
     is_temporary = code in _TEMPORARY_CODES or not re.search(_FINAL, f"{code} {error.body}") and (
         status in (0, 408, 409, 425, 429) or status >= 500 or status == 200 and bool(body))
-    advice = _ADVICE.get(code) or _ADVICE.get(str(status))
-    if advice and provider.needs_key:
-        said += "\n  " + advice.format(prefix=provider.prefix)
+    if code == "1113":
+        said += "\n  no balance, or this is a Coding Plan key: try --model glm-coding"
     return ModelError(said, code or str(status), is_temporary, error.retry_after_s)
 
 
@@ -1048,9 +1039,7 @@ class ChatModel:
             if data == "[DONE]":
                 builder.finish = builder.finish or "stop"
                 break
-            event = _json(data)                           # None: "ping", or the half of a cut one
-            if event is not None:
-                builder.add(event)
+            builder.add(_json(data))                      # of "ping", or half an event, nothing
         if builder.finish in _BROKEN:
             raise HttpError(0, "the model broke off before its end", answer.host)
 
@@ -1059,8 +1048,7 @@ class ChatModel:
         # Some servers take what is too long and read only a part of it, without a word.
         is_over = 0 < self.window < reply.usage.input and not reply.usage.is_estimate
         if is_over or reply.finish == "model_context_window_exceeded":
-            raise model_error(HttpError(400, '{"code": "1261", "message": "it did not fit"}'),
-                              self.provider)
+            raise ModelError("the conversation is longer than the model can read", "overflow")
         if reply.finish == "length" and not reply.text and not reply.tool_calls:
             # All of the output went into thinking: once more without it, where that can be said.
             is_worth_it = self.provider.wants_reasoning and "thinking" not in body

@@ -754,7 +754,7 @@ class TestHttp(Case):
             self.raises(paicli.HttpError, "empty answer", reply.json)
 
     def test_a_proxy_is_used_unless_the_host_needs_none(self):
-        proxy = self.server((200, {}, b""), (200, {}, b"by proxy"))
+        proxy = self.server(lambda h: (h.answer(200, {}, b""), setattr(h, "close_connection", False)), (200, {}, b"by proxy"))
         self.client.proxies = {"http": f"http://user:p%40ss@127.0.0.1:{proxy.port}", "https": "http://up:3128",
                              "no": "inside.example,.corp"}
         self.assertEqual(b"by proxy", self.get("http://outside.example:81/a?b"))
@@ -963,7 +963,7 @@ class TestModel(Case):
 
     def test_what_will_not_change_is_not_asked_again(self):
         for status, body, said in ((429, {"error": {"code": "1113", "message": "余额不足"}}, "glm-coding"),
-                                   (401, {"error": {"message": "invalid key"}}, "GLM_API_KEY"),
+                                   (401, {"error": {"message": "invalid key"}}, "invalid key"),
                                    (400, [{"error": {"message": "Gemini's list"}}], "Gemini's list"),
                                    (429, {"error": {"code": "insufficient_quota", "message": "pay"}}, "pay"),
                                    (404, "<title>Not here</title>", "Not here")):
