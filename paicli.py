@@ -400,7 +400,8 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
         demo="demo" in options, json="json" in options, trace="trace" in options,
         show=next((o for o in ("help", "version") if o in options), ""),
         color=not environ.get("NO_COLOR"), is_dumb=environ.get("TERM") == "dumb",
-        proxies=proxies_in(environ), notices=tuple(notices),
+        proxies={n.lower()[:-6]: environ[n] for n in sorted(environ)       # lower case wins
+                 if n.lower().endswith("_proxy")}, notices=tuple(notices),
         secrets=tuple(sorted(secrets, key=len, reverse=True)))
 
 
@@ -428,12 +429,6 @@ def _number(name, default, settings):
     raise ConfigError(f"{variable}={text!r} ({source}) should be a number above 0")
 
 
-def proxies_in(environ: dict) -> dict:
-    """Return {"http": URL, "https": URL, "no": hosts} from *_proxy variables; lower case wins."""
-    upper_first = sorted(environ)                         # so that lower case wins
-    return {n.lower()[:-6]: environ[n] for n in upper_first if n.lower().endswith("_proxy")}
-
-
 # =============================================================================
 # 2. HTTP
 # =============================================================================
@@ -445,10 +440,9 @@ def proxies_in(environ: dict) -> dict:
 # directly, as urllib.request opens a new connection (https: 0.1 s of CPU) for every request.
 # Trap: a timeout counts the silence between two bytes, and nothing can interrupt a connect or a
 # read.  So a connect is a Job that may be left behind, and Cancel shuts the socket under a read.
-# Simplified: HTTP/1.1 only, no compression, proxies by http:// and CONNECT only, no redirects.
+# Simplified: HTTP/1.1 only, no compression, proxies by http:// only, no redirects.
 # Tests: TestHttp (exercise, 3 of 3 stars).
 
-PORTS = {"http": 80, "https": 443}
 CONNECT_TIMEOUT_S = 60
 READ_TIMEOUT_S = 300                     # between two bytes: models think silently for minutes
 MAX_IDLE_S = 60                          # a kept connection is used again only so long
@@ -497,7 +491,7 @@ class HttpReply:
         body = self.read().decode("utf-8", "replace")
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(body)
-        raise HttpError(self.status, body or "an empty answer instead of JSON", self.host)
+        raise HttpError(self.status, body, self.host)
 
     def events(self) -> Iterator[tuple[str, str]]:
         """Yield each server-sent event as (event, data)."""
@@ -560,7 +554,11 @@ class Http:
         parts, proxy = self.route(url)
         target = urllib.parse.quote((parts.path or "/") + (parts.query and "?" + parts.query),
                                     safe="/%?&=+:;,@!$'()*[]~-._")
-        headers = {"User-Agent": f"paicli/{__version__}", **(headers or {})}
+        login = {}
+        if proxy and parts.scheme == "http":              # it wants the whole URL; https: CONNECT
+            target = f"http://{parts.netloc.rpartition('@')[2]}{target}"
+            login = _proxy_login(proxy)
+        headers = {"User-Agent": f"paicli/{__version__}", **login, **(headers or {})}
         place, connection, reply = (parts.scheme, parts.netloc, proxy), None, None
         try:
             connection = self._kept(place) or Job(
@@ -605,8 +603,9 @@ class Http:
         return None
 
     def _connect(self, url, proxy, timeout_s):
-        """-> a new connection, through the proxy by CONNECT."""
+        """-> a new connection."""
         at, timeout_s = proxy or url, min(timeout_s, CONNECT_TIMEOUT_S)
+        port = at.port or (443 if at.scheme == "https" else 80)
         kind, options = http.client.HTTPConnection, {}
         if url.scheme == "https":
             with self._lock:
@@ -614,9 +613,9 @@ class Http:
                     import ssl
                     self._tls = ssl.create_default_context()
             kind, options = http.client.HTTPSConnection, {"context": self._tls}
-        connection = kind(at.hostname, at.port or PORTS[at.scheme], timeout=timeout_s, **options)
-        if proxy:
-            connection.set_tunnel(url.hostname, url.port or PORTS[url.scheme], _proxy_login(proxy))
+        connection = kind(at.hostname, port, timeout=timeout_s, **options)
+        if proxy and url.scheme == "https":
+            connection.set_tunnel(url.hostname, url.port or 443, _proxy_login(proxy))
         connection.connect()
         return connection
 
@@ -720,9 +719,8 @@ PROVIDERS = {p.name: p for p in (
     Provider("ollama", "http://localhost:11434/v1", "qwen3", "OLLAMA", needs_key=False),
 )}
 # Tokens a model can read at once, by the start of its name; the first match counts.
-CONTEXT_WINDOWS = (("glm-4.5", 131072), ("glm-5.1", 200000), ("glm-4.7-flash", 200000),
-                   ("glm-5.2", 1048576), ("glm-5.3", 1000000), ("glm-", 204800),
-                   ("deepseek-v4", 1000000))
+CONTEXT_WINDOWS = (("glm-4.5", 131072), ("glm-5.1", 200000), ("glm-5.2", 1048576),
+                   ("glm-5.3", 1000000), ("glm-", 204800), ("deepseek-v4", 1000000))
 
 NO_KEY_HELP = """No key for {p.name}, so no model can be asked.  One of these gets you going:
   1. put {p.prefix}_API_KEY=... into the environment, ./.env or ~/.paicli/.env
@@ -868,10 +866,8 @@ def parse_arguments(text: str) -> dict:
 
 def _json(text):
     """The value of JSON text; None for anything else."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text, strict=False)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _get(value, key, kind):
@@ -1071,8 +1067,7 @@ class DemoModel:
     """
     HELP = "I am the demo model: a few keyword rules, no intelligence. Try:\n- " + "\n- ".join(
         (*DEMO_EXAMPLES, "list FOLDER", "read FILE"))
-    # What is asked; the tool calls it takes, one a round; what is said then.  \1 stands for what
-    # the first (...) matched, OUTPUT for the last result.
+    # What is asked; the tool calls it takes, one a round; what is said then.  OUTPUT: the result.
     RULES = (
         (r"create a java project ([\w-]+)",
          [("create_project", {"name": r"\1", "type": "java"})],
