@@ -259,20 +259,16 @@ def run_parallel(name: str, functions: list[Callable]) -> list:
 # ---- files
 
 def atomic_write(path: str, data: bytes, mode: int | None = None) -> None:
-    """Write a file in one step, with its folders; `mode` or its permissions, and its owner, stay.
+    """Write a file in one step, with its folders; it gets `mode` or keeps its permission bits.
 
     Raises OSError, and then, as after a crash or on a full disk, the old file is untouched.
     """
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    old = os.stat(path) if os.path.exists(path) else None
-    owner = (old.st_uid, old.st_gid) if old else (-1, -1)               # -1: leave it
-    if old and mode is None:
-        mode = stat.S_IMODE(old.st_mode)
+    if mode is None and os.path.exists(path):
+        mode = stat.S_IMODE(os.stat(path).st_mode)
     temporary = os.path.join(os.path.dirname(path), f".paicli-{random.getrandbits(64):016x}.tmp")
     try:
         with open(temporary, "xb") as f:
-            with contextlib.suppress(OSError, AttributeError):           # only root may do it
-                os.chown(temporary, *owner)
             if mode is not None:                          # before there is anything to read
                 os.chmod(temporary, mode)
             f.write(data)
@@ -287,13 +283,9 @@ def atomic_write(path: str, data: bytes, mode: int | None = None) -> None:
 
 def append_private(path: str, line: str) -> None:
     """Add a line to a file only this person can read; several processes may do it at once."""
-    if not os.path.exists(path):
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    fd = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o600)
-    try:
-        os.write(fd, clean(line).encode("utf-8"))         # in one piece, so lines never mix
-    finally:
-        os.close(fd)
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    with open(path, "ab", 0, opener=functools.partial(os.open, mode=0o600)) as f:
+        f.write(clean(line).encode("utf-8"))              # in one piece, so lines never mix
 
 
 def read_text(path: str) -> str:
@@ -378,7 +370,6 @@ class Config(NamedTuple):
 
 OPTIONS = ["continue", "resume=", "clear", "demo", "model=", "level=", "yes", "add-dir=", "json",
            "trace", "version", "help"]
-SHORT_OPTIONS = {"-h": "help", "-c": "continue"}
 # A folder's .env comes with the folder; these would let it run programs or approve itself.
 NOT_FROM_A_PROJECT = ("PAICLI_HOME", "PAICLI_LEVEL", "PAICLI_SANDBOX", "PAICLI_RAG_DIR")
 
@@ -388,7 +379,7 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
 
     Raises ConfigError for an unknown option or a value that makes no sense.
     """
-    options, words = _parse_argv(argv)
+    options, folders, words = _parse_argv(argv)
     if "yes" in options or "demo" in options:
         options["level"] = "3"
     pai_home = os.path.abspath(environ.get("PAICLI_HOME") or os.path.join(home, ".paicli"))
@@ -415,45 +406,28 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
     return Config(
         cwd, pai_home, tuple(words), settings, **numbers,
         model=settings.get("PAICLI_MODEL", Config._field_defaults["model"]),
-        resume=options.get("resume", "last" if "continue" in options else "") or (
-            "last" if "resume" in options else ""),
-        clear="clear" in options, add_dirs=_folders(options.get("add-dir", ""), cwd),
-        sandbox=_argv(settings.get("PAICLI_SANDBOX", Setting("", ""))),
+        resume=options.get("resume") or ("last" if "continue" in options else ""),
+        clear="clear" in options, add_dirs=tuple(os.path.join(cwd, f) for f in folders),
+        sandbox=tuple(settings.get("PAICLI_SANDBOX", Setting("", "")).value.split()),
         demo="demo" in options, json="json" in options, trace="trace" in options,
         show=next((o for o in ("help", "version") if o in options), ""),
         color=not environ.get("NO_COLOR"), is_dumb=environ.get("TERM") == "dumb",
-        proxies=proxies_in(environ), notices=tuple(notices),
+        proxies={n.lower()[:-6]: environ[n] for n in sorted(environ)       # lower case wins
+                 if n.lower().endswith("_proxy")}, notices=tuple(notices),
         secrets=tuple(sorted(secrets, key=len, reverse=True)))
 
 
 def _parse_argv(argv):
-    """-> (options, words).  Options may stand anywhere, but what follows a /command is its own."""
-    short = "".join(SHORT_OPTIONS).replace("-", "")
+    """-> (options, folders, words).  Options may stand anywhere, but not behind a /command."""
     try:
-        found, words = getopt.getopt(argv, short, OPTIONS)
+        found, words = getopt.getopt(argv, "hc", OPTIONS)
         if not words or not words[0].startswith("/"):
-            found, words = getopt.gnu_getopt(argv, short, OPTIONS)
+            found, words = getopt.gnu_getopt(argv, "hc", OPTIONS)
     except getopt.GetoptError as e:
         raise ConfigError(f"{e.msg}; see --help") from None
-    options = {SHORT_OPTIONS.get(name, name[2:]): value for name, value in found}
-    options["add-dir"] = "\n".join(value for name, value in found if name == "--add-dir")
-    return options, words
-
-
-def _folders(lines, cwd):
-    folders = tuple(os.path.join(cwd, os.path.expanduser(f)) for f in lines.split("\n") if f)
-    for folder in folders:
-        if not os.path.isdir(folder):
-            raise ConfigError(f"--add-dir {folder}: there is no such folder")
-    return folders
-
-
-def _argv(setting):
-    import shlex
-    try:
-        return tuple(shlex.split(setting.value))
-    except ValueError as e:
-        raise ConfigError(f"PAICLI_SANDBOX={setting.value!r} ({setting.source}): {e}") from None
+    short = {"-h": "help", "-c": "continue"}
+    folders = [value for name, value in found if name == "--add-dir"]
+    return {short.get(name, name[2:]): value for name, value in found}, folders, words
 
 
 def _number(name, default, settings):
@@ -465,16 +439,6 @@ def _number(name, default, settings):
         if 0 < value < 1e9 or value == default:
             return value
     raise ConfigError(f"{variable}={text!r} ({source}) should be a number above 0")
-
-
-def proxies_in(environ: dict) -> dict:
-    """Return {"http": URL, "https": URL, "no": hosts} from *_proxy variables; lower case wins."""
-    upper_first = sorted(environ)                         # so that lower case wins
-    found = {n.lower()[:-6]: environ[n] for n in upper_first if n.lower().endswith("_proxy")}
-    if not found and sys.platform in ("darwin", "win32"):
-        import urllib.request                             # slow to import, so only where needed
-        found = urllib.request.getproxies()               # the system's own settings
-    return {scheme: url for scheme, url in found.items() if url}
 
 
 # =============================================================================
@@ -513,18 +477,9 @@ def _split(url, schemes, complaint):
     raise ConfigError(complaint)
 
 
-def _target(url, proxy):
-    """What stands in the request line; a proxy for plain http wants the whole URL."""
-    path = urllib.parse.quote((url.path or "/") + (url.query and "?" + url.query),
-                              safe="/%?&=+:;,@!$'()*[]~-._")
-    if proxy and url.scheme == "http":
-        return f"http://{url.netloc.rpartition('@')[2]}{path}"
-    return path
-
-
 def _proxy_login(proxy):
     """-> {"Proxy-Authorization": "Basic ..."} for a proxy URL with a user name, else {}."""
-    if not proxy or proxy.username is None:
+    if proxy.username is None:
         return {}
     login = urllib.parse.unquote(f"{proxy.username}:{proxy.password or ''}")
     return {"Proxy-Authorization": "Basic " + base64.b64encode(login.encode()).decode()}
@@ -548,7 +503,7 @@ class HttpReply:
         body = self.read().decode("utf-8", "replace")
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(body)
-        raise HttpError(self.status, body or "an empty answer instead of JSON", self.host)
+        raise HttpError(self.status, body, self.host)
 
     def events(self) -> Iterator[tuple[str, str]]:
         """Yield each server-sent event as (event, data)."""
@@ -609,16 +564,21 @@ class Http:
         """
         cancel = cancel or Cancel()
         parts, proxy = self.route(url)
-        login = _proxy_login(proxy) if parts.scheme == "http" else {}      # else with CONNECT
+        target = urllib.parse.quote((parts.path or "/") + (parts.query and "?" + parts.query),
+                                    safe="/%?&=+:;,@!$'()*[]~-._")
+        login = {}
+        if proxy and parts.scheme == "http":              # it wants the whole URL; https: CONNECT
+            target = f"http://{parts.netloc.rpartition('@')[2]}{target}"
+            login = _proxy_login(proxy)
         headers = {"User-Agent": f"paicli/{__version__}", **login, **(headers or {})}
         place, connection, reply = (parts.scheme, parts.netloc, proxy), None, None
         try:
             connection = self._kept(place) or Job(
-                "connect", self._connect, parts, proxy, timeout_s, cancel).wait(cancel)
+                "connect", self._connect, parts, proxy, timeout_s).wait(cancel)
             sock = connection.sock                        # http.client may let go of it early
             sock.settimeout(timeout_s)
             with cancel.on_set(lambda: _shut(sock)):
-                connection.request(method, _target(parts, proxy), body, headers)
+                connection.request(method, target, body, headers)
                 reply = connection.getresponse()
                 if reply.status >= 300:
                     raise _refusal(reply, parts.hostname)
@@ -653,25 +613,21 @@ class Http:
                 connection.close()
         return None
 
-    def _connect(self, url, proxy, timeout_s, cancel):
+    def _connect(self, url, proxy, timeout_s):
         """-> a new connection."""
         at, timeout_s = proxy or url, min(timeout_s, CONNECT_TIMEOUT_S)
         port = at.port or (443 if at.scheme == "https" else 80)
-        if url.scheme == "http":
-            connection = http.client.HTTPConnection(at.hostname, port, timeout=timeout_s)
-        else:
+        kind, options = http.client.HTTPConnection, {}
+        if url.scheme == "https":
             with self._lock:
                 if not self._tls:
                     import ssl
                     self._tls = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(at.hostname, port, timeout=timeout_s,
-                                                     context=self._tls)
-            if proxy:
-                connection.set_tunnel(url.hostname, url.port or 443, _proxy_login(proxy))
+            kind, options = http.client.HTTPSConnection, {"context": self._tls}
+        connection = kind(at.hostname, port, timeout=timeout_s, **options)
+        if proxy and url.scheme == "https":
+            connection.set_tunnel(url.hostname, url.port or 443, _proxy_login(proxy))
         connection.connect()
-        if cancel.is_set():                               # nobody waits for it any more
-            connection.close()
-            cancel.check()
         return connection
 
     def json(self, method: str, url: str, payload=None, headers: dict | None = None,
@@ -704,15 +660,11 @@ def _shut(sock):
 
 def _refusal(reply, host):
     """-> HttpError for a reply that is no answer, with the seconds the server asks to wait."""
-    from email.utils import parsedate_to_datetime
-    text, wait_s = reply.read(65536).decode("utf-8", "replace"), None
+    text = reply.read(65536).decode("utf-8", "replace")
     if reply.status < 400:
         text = f"moved to {reply.headers.get('Location')}: correct the URL"
-    after = reply.headers.get("Retry-After", "")          # seconds, or a date
-    with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):
-        wait_s = float(after) if re.fullmatch(r"[\d.]+", after) else max(
-            0.0, parsedate_to_datetime(after).timestamp() - time.time())
-    return HttpError(reply.status, text, host, wait_s)
+    after = reply.headers.get("Retry-After", "")
+    return HttpError(reply.status, text, host, float(after) if after.isdecimal() else None)
 
 
 def _why(error, url, proxy):
@@ -790,9 +742,8 @@ PROVIDERS = {p.name: p for p in (
     Provider("ollama", "http://localhost:11434/v1", "qwen3", "OLLAMA", needs_key=False),
 )}
 # Tokens a model can read at once, by the start of its name; the first match counts.
-CONTEXT_WINDOWS = (("glm-4.5", 131072), ("glm-5.1", 200000), ("glm-4.7-flash", 200000),
-                   ("glm-5.2", 1048576), ("glm-5.3", 1000000), ("glm-", 204800),
-                   ("deepseek-v4", 1000000))
+CONTEXT_WINDOWS = (("glm-4.5", 131072), ("glm-5.1", 200000), ("glm-5.2", 1048576),
+                   ("glm-5.3", 1000000), ("glm-", 204800), ("deepseek-v4", 1000000))
 
 NO_KEY_HELP = """No key for {p.name}, so no model can be asked.  One of these gets you going:
   1. put {p.prefix}_API_KEY=... into the environment, ./.env or ~/.paicli/.env
@@ -843,11 +794,16 @@ def estimate_tokens(text: str) -> int:
 def choose_provider(config: Config, choice: str = "") -> Provider:
     """Turn PROVIDER, PROVIDER:MODEL or URL#MODEL (default: config.model) into a Provider to ask.
 
-    A key goes only to the URL that was set beside it, or to its provider's own.
+    A key goes only to the URL that was set beside it, or to its provider's own, never to URL#MODEL.
     """
     chosen = Setting(choice, "command line") if choice else config.model
     if "://" in chosen.value:
-        return _provider_at_url(config, chosen)
+        url, _, model = chosen.value.partition("#")
+        why_not = _why_not(chosen)
+        if not why_not:
+            return Provider(_host(url), url.rstrip("/"), model or "default", "", needs_key=False)
+        notice = f"PAICLI_MODEL is not used: {why_not}"
+        return choose_provider(config, "glm")._replace(notice=notice)
     name, _, model = chosen.value.partition(":")
     if name not in PROVIDERS:
         raise ConfigError(f"no provider {name!r}; there are {', '.join(PROVIDERS)}, or URL#MODEL")
@@ -863,20 +819,6 @@ def choose_provider(config: Config, choice: str = "") -> Provider:
     return provider._replace(
         base_url=url.value.rstrip("/"), api_key=key.value, notice=notice,
         model=model or config.get(provider.prefix + "_MODEL", provider.model))
-
-
-def _provider_at_url(config, chosen):
-    url, _, model = chosen.value.partition("#")
-    why_not = _why_not(chosen)
-    if why_not:
-        notice = f"PAICLI_MODEL is not used: {why_not}"
-        return choose_provider(config, "glm")._replace(notice=notice)
-    # The key of a host is for that host only.
-    known = [p for p in PROVIDERS.values() if p.needs_key and _host(p.base_url) == _host(url)
-             and url.startswith("https://")]
-    provider = known[0] if known else PROVIDERS["ollama"]._replace(name=_host(url), model="default")
-    key = config.get(provider.prefix + "_API_KEY") if known else ""
-    return provider._replace(base_url=url.rstrip("/"), model=model or provider.model, api_key=key)
 
 
 def _why_not(url, key=Setting("", "")):
@@ -904,13 +846,11 @@ def wire_messages(messages: list[dict], provider: Provider) -> list[dict]:
     if provider.wants_reasoning:
         names.append("reasoning_content")
     for message in messages:
-        kept = {"role": message["role"], "content": "",
-                **{k: message[k] for k in names if message.get(k)}}
-        if kept["role"] == "assistant" and not kept["content"]:
-            kept["content"] = provider.empty_content
-            if "tool_calls" not in kept:
-                continue                                  # servers refuse a message that is empty
-        out.append(kept)
+        is_silent = message["role"] == "assistant" and not message.get("content")
+        if is_silent and not message.get("tool_calls"):
+            continue                                      # servers refuse a message that is empty
+        out.append({"role": message["role"], "content": provider.empty_content if is_silent else "",
+                    **{k: message[k] for k in names if message.get(k)}})
     return out
 
 
@@ -949,10 +889,8 @@ def parse_arguments(text: str) -> dict:
 
 def _json(text):
     """The value of JSON text; None for anything else."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text, strict=False)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _get(value, key, kind):
@@ -977,16 +915,16 @@ class ReplyBuilder:
             raise HttpError(200, json.dumps(event))
         for choice in _get(event, "choices", list) or []:
             delta = _get(choice, "delta", dict) or _get(choice, "message", dict)
-            self._add_text("reasoning", delta, "reasoning_content", "reasoning")
-            self._add_text("text", delta, "content", "refusal")
+            self._add_text("reasoning", _get(delta, "reasoning_content", str)
+                           or _get(delta, "reasoning", str))
+            self._add_text("text", _get(delta, "content", str))
             for piece in _get(delta, "tool_calls", list) or []:
                 self._add_call(piece)
             self.finish = _get(choice, "finish_reason", str) or self.finish
             self._add_usage(_get(choice, "usage", dict))
         self._add_usage(_get(event, "usage", dict))
 
-    def _add_text(self, kind, delta, name, other_name):
-        text = _get(delta, name, str) or _get(delta, other_name, str)
+    def _add_text(self, kind, text):
         if text:
             self._said[kind].append(text)
             self._on_delta(kind, text)
@@ -994,8 +932,7 @@ class ReplyBuilder:
     def _add_usage(self, usage):
         """The last one counts; servers repeat a running total, so a sum would be wrong."""
         sent, received = _get(usage, "prompt_tokens", int), _get(usage, "completion_tokens", int)
-        cached = (_get(_get(usage, "prompt_tokens_details", dict), "cached_tokens", int)
-                  or _get(usage, "prompt_cache_hit_tokens", int))
+        cached = _get(_get(usage, "prompt_tokens_details", dict), "cached_tokens", int)
         if sent:
             self.usage = Usage(sent, received or 0, cached or 0)
 
@@ -1060,8 +997,7 @@ _ADVICE = {
     "402": "the account has no credit left",
 }
 _OVERFLOW = (r"(?i)context.{0,20}(length|window|size)|prompt.{0,20}(too long|exceeds)"
-             r"|too many (input )?tokens(?! per)|maximum (context|number of tokens)"
-             r"|model token limit|range of input|input tokens exceed")
+             r"|too many (input )?tokens(?! per)|maximum (context|number of tokens)")
 
 
 def model_error(error: HttpError, provider: Provider) -> ModelError:
@@ -1070,17 +1006,15 @@ def model_error(error: HttpError, provider: Provider) -> ModelError:
     error.body is {"error": {"code": "1113", "message": "..."}}, or any text.
     """
     body, status = _json(error.body), error.status
-    body = body[0] if isinstance(body, list) and body else body       # Gemini sends a list
     found = _get(body, "error", object) or body
     found = found if isinstance(found, dict) else {"message": found}
     code = str(found.get("code") or "")
     status = int(code) if status == 200 and re.fullmatch(r"[45]\d\d", code) else status
-    said = found.get("message") or found.get("detail") or found.get("msg")
+    said = found.get("message")
     said = f"{provider.name}: {one_line(str(said), 500)} [{code or status}]" if said else str(error)
     said = redact(said, filter(None, [provider.api_key]))
     if code in ("1261", "context_length_exceeded") or (
-            status in (200, 400, 413, 422) and re.search(_OVERFLOW, said)) or (
-            status in (400, 413) and not error.body.strip()):
+            status in (200, 400, 413, 422) and re.search(_OVERFLOW, said)):
         return ModelError("the conversation is longer than the model can read; /clear starts a new "
                           f"one ({said})", "overflow")
     is_temporary = code in _TEMPORARY_CODES or not re.search(_FINAL, f"{code} {error.body}") and (
@@ -1150,20 +1084,16 @@ class ChatModel:
             if data == "[DONE]":
                 builder.finish = builder.finish or "stop"
                 break
-            event = _json(data)                           # None: "ping", or the half of a cut one
-            if event is not None:
-                builder.add(event)
+            builder.add(_json(data))                      # of "ping", or half an event, nothing
         if builder.finish in _BROKEN:
             raise HttpError(0, "the model broke off before its end", answer.host)
 
     def _check(self, reply, body):
         """Raise ModelError for a reply that says it is none."""
-        sent = reply.usage.input
         # Some servers take what is too long and read only a part of it, without a word.
-        is_over = 0 < self.window < sent and not reply.usage.is_estimate
+        is_over = 0 < self.window < reply.usage.input and not reply.usage.is_estimate
         if is_over or reply.finish == "model_context_window_exceeded":
-            why = json.dumps({"code": "1261", "message": f"{sent} tokens were sent"})
-            raise model_error(HttpError(400, why), self.provider)
+            raise ModelError("the conversation is longer than the model can read", "overflow")
         if reply.finish == "length" and not reply.text and not reply.tool_calls:
             # All of the output went into thinking: once more without it, where that can be said.
             is_worth_it = self.provider.wants_reasoning and "thinking" not in body
@@ -1195,58 +1125,54 @@ class DemoModel:
     """
     HELP = "I am the demo model: a few keyword rules, no intelligence. Try:\n- " + "\n- ".join(
         (*DEMO_EXAMPLES, "list FOLDER", "read FILE"))
-    # What is asked, and what is done about it, one step a round: tool calls, then a sentence.  \1
-    # stands for what the first (...) matched, OUTPUT and PRINTLN for parts of the last result.
+    # What is asked; the tool calls it takes, one a round; what is said then.  OUTPUT: the result.
     RULES = (
         (r"create a java project ([\w-]+)",
-         ("create_project", {"name": r"\1", "type": "java"}),
+         [("create_project", {"name": r"\1", "type": "java"})],
          r"The project \1 is there. It has a Maven structure: pom.xml and src/main/java."),
         (r"in (\S+?),? create (\w+)\.java that prints (.+)",
-         ("write_file", {"path": r"\1/\2.java", "content": "package com.example;\n\n"
-                         r"public class \2 {\n    public static void main(String[] args) {\n"
-                         r'        System.out.println("\3");\n    }\n}\n'}),
+         [("write_file", {"path": r"\1/\2.java", "content": "package com.example;\n\n"
+                          r"public class \2 {\n    public static void main(String[] args) {\n"
+                          r'        System.out.println("\3");\n    }\n}\n'})],
          r"\1/\2.java is written. It prints \3."),
         (r"read (\S+?),? then change the output to (.+)",
-         ("read_file", {"path": r"\1"}),
-         ("edit_file", {"path": r"\1", "old_text": "PRINTLN", "new_text": r'println("\2")'}),
+         [("read_file", {"path": r"\1"}),
+          ("edit_file", {"path": r"\1", "old_text": '"Hello World"', "new_text": r'"\2"'})],
          r"\1 prints \2 now."),
         (r"go into (\S+?),? compile and run (\w+)\.java",
-         ("execute_command", {"command": r"cd \1 && javac -d target/classes "
-                                         r"src/main/java/com/example/\2.java"}),
-         ("execute_command", {"command": r"cd \1 && java -cp target/classes com.example.\2"}),
+         [("execute_command", {"command": r"cd \1 && javac -d target/classes "
+                                          r"src/main/java/com/example/\2.java"}),
+          ("execute_command", {"command": r"cd \1 && java -cp target/classes com.example.\2"})],
          "It compiles and runs. Its output: OUTPUT"),
-        (r"list\s+(\S+)", ("list_dir", {"path": r"\1"}), "OUTPUT"),
-        (r"read (\S+)", ("read_file", {"path": r"\1"}), "OUTPUT"))
+        (r"list\s+(\S+)", [("list_dir", {"path": r"\1"})], "OUTPUT"),
+        (r"read (\S+)", [("read_file", {"path": r"\1"})], "OUTPUT"))
 
     def reply(self, messages: list[dict], tools: list[dict],
               on_delta: Callable[[str, str], None], cancel: Cancel) -> Reply:
         """Look at the last user message and the results since: the next call, or a sentence."""
         asked = max(i for i, m in enumerate(messages) if m["role"] == "user")
         results = [m["content"] for m in messages[asked + 1:] if m["role"] == "tool"]
-        step, calls = self._next(messages[asked]["content"].strip(), results), []
-        if isinstance(step, tuple):
-            step, calls = "", [ToolCall(f"demo_{len(messages)}", step[0], json.dumps(step[1]))]
-        else:
-            on_delta("text", step)
+        said, calls = self._next(messages[asked]["content"].strip(), results)
+        if said:
+            on_delta("text", said)
         n_input = sum(estimate_tokens(m["content"]) for m in messages)
-        return Reply(step, "", calls, Usage(n_input, estimate_tokens(step), 0, True))
+        return Reply(said, "", calls, Usage(n_input, estimate_tokens(said), 0, True))
 
     def _next(self, asked, results):
+        """-> what is said, or the next call in a list."""
         last = results[-1] if results else ""
-        if last.startswith("Error") or re.search(r"exit code: [1-9]", last):
-            return "That did not work. " + last
-        output = re.sub(r"^(Command finished.*|File content:)\n", "", last).strip()
-        println = re.search(r"println\(.*\)|$", last)[0]
-        for pattern, *steps in self.RULES:
-            match = re.match(pattern, re.sub(r"(?<=\w)\.$", "", asked), re.I)
-            step = steps[len(results)] if match else None
-            if isinstance(step, str):
-                return match.expand(step).replace("OUTPUT", output)
-            if step:
-                name, arguments = step
-                return name, {k: match.expand(v).replace("PRINTLN", println)
-                              for k, v in arguments.items()}
-        return self.HELP
+        if re.search(r"^Error|exit code: [1-9]", last):
+            return "That did not work. " + last, []
+        for pattern, calls, said in self.RULES:
+            match = re.match(pattern, asked, re.I)
+            if match and len(results) == len(calls):
+                output = re.sub(r"^(Command finished.*|File content:)\n", "", last).strip()
+                return match.expand(said).replace("OUTPUT", output), []
+            if match:
+                name, arguments = calls[len(results)]
+                arguments = json.dumps({k: match.expand(v) for k, v in arguments.items()})
+                return "", [ToolCall(f"demo_{random.getrandbits(48):x}", name, arguments)]
+        return self.HELP, []
 
 
 # =============================================================================
