@@ -3684,54 +3684,31 @@ def fit(text: str, columns: int) -> str:
     return text[:n] + "…"
 
 
-# **bold** or `code`; the ** of a path (src/**/*.py) or a power (x**2) begins nothing.
-PAIR = r"\*\*(?![\s/\d])([^*]+)(?<!\s)\*\*|`([^`]+)`"
-UNSURE = r"^\s*(?:[#`]|$)|[*`]|$"                         # what follows may become a mark
-MAX_HELD = 300                           # characters it waits for that
-
-
 class Markdown:
-    """Styles one streamed answer: headings, **bold**, `code`, fences.
+    """Colours one streamed answer: headings, **bold**, `code`, fences.
 
-    Text is shown as it comes; from a mark on it waits until the mark is closed or the line ends,
-    for only a pair on one line is a style: a lone mark is to be read.
+    The marks stay: nothing waits for its end or is lost by a lone mark, which colours the rest of
+    its line at most, and what is copied from the screen is Markdown still.
     """
+    STYLES = {**dict.fromkeys(("#", "##", "###", "**"), "bold"), "`": "cyan", "```": "cyan"}
 
-    def __init__(self, style: Callable[[str, str], str] | None):
-        self._style = style              # (name, text) -> text; None: all stays as it is
-        self._held = ""                  # the end of the text, not shown yet
-        self._has_begun = False          # part of the last line is shown
-        self._is_fence = False
+    def __init__(self, style: Callable[[str, str], str]):
+        self._style = style              # (name, text) -> text
+        self._mark, self._is_start = "", True        # what is open; whether a line begins here
+        self._held = ""                  # the end of the text, if it may be half a mark
 
     def feed(self, text: str) -> str:
         """Return what can be shown now; after a newline, that is everything."""
-        if not self._style:
-            return text
-        *lines, rest = (self._held + text).split("\n")
-        out = []
-        for line in lines:
-            out.append(self._show(line) + "\n")
-            self._has_begun = False
-        unpaired = re.sub(PAIR, lambda m: "x" * len(m[0]), rest)
-        n_sure = 0 if self._is_fence else re.search(UNSURE, unpaired).start()
-        if len(rest) > MAX_HELD:
-            n_sure = len(rest)
-        self._held = rest[n_sure:]
-        return "".join(out) + self._show(rest[:n_sure])
-
-    def _show(self, text):
-        is_start, self._has_begun = not self._has_begun, self._has_begun or bool(text)
-        if is_start and text.lstrip().startswith("```"):
-            self._is_fence = not self._is_fence
-            return self._style("dim", text)
-        if self._is_fence:
-            return self._style("cyan", text)
-        if is_start and re.match("#{1,6} ", text):
-            return self._bold(text.lstrip("# "))
-        return re.sub(PAIR, lambda m: self._style("cyan", m[2]) if m[2] else self._bold(m[1]), text)
-
-    def _bold(self, text):
-        return self._style("bold", re.sub(PAIR, r"\1\2", text))      # one style at a time
+        text, out = self._held + text, ""
+        sure = text.rstrip("#*`")
+        self._held = text[len(sure):]
+        for piece in filter(None, re.split(r"(#+(?= )|\*\*|```|`|\n)", sure)):
+            is_end = piece == self._mark or piece == "\n" and self._mark != "```"
+            if not self._mark and piece in self.STYLES and (self._is_start or piece[0] != "#"):
+                self._mark = piece
+            out += self._style(self.STYLES.get(self._mark, ""), piece)
+            self._mark, self._is_start = "" if is_end else self._mark, piece == "\n"
+        return out
 
 
 class Screen:
@@ -3748,8 +3725,7 @@ class Screen:
         self._is_json = config.json
         self._streams = bool(label) and out.isatty()      # else an answer is shown when it is whole
         self._is_live = err.isatty() and not config.is_dumb
-        self._has_color = self._is_live and config.color
-        self._marks = self.style if self._has_color and out.isatty() else None
+        self._has_color = self._is_live and config.color and out.isatty()
         self._markdown = None            # of the answer that comes
         self._activity, self._since = "", 0.0
         self._open = ""                  # what the last line holds: spinner, text, reasoning, ""
@@ -3799,7 +3775,7 @@ class Screen:
     def answer(self, text: str) -> None:
         """Write a whole answer."""
         self.settle()
-        shown = Markdown(self._marks).feed(visible(text).rstrip("\n") + "\n")
+        shown = Markdown(self.style).feed(visible(text).rstrip("\n") + "\n")
         print(shown, end="", file=self.out, flush=True)
 
     def _columns(self):
@@ -3813,7 +3789,7 @@ class Screen:
         kind, text = event["kind"], visible(event["text"])
         if self._open != kind:
             self.settle()
-            self._open, self._markdown = kind, Markdown(self._marks)
+            self._open, self._markdown = kind, Markdown(self.style)
             print(self.label if kind == "text" else "", end="", file=self.out)
         shown = self._markdown.feed(text) if kind == "text" else self.style("dim", text)
         print(shown, end="", file=self.out, flush=True)
