@@ -3379,7 +3379,7 @@ def commands() -> dict[str, tuple]:
     """Return the table: name -> (function, arguments, help)."""
     return {
         "/help": (show_help, "", "this list"),
-        "/clear": (clear_history, "", "start a new conversation"),
+        "/clear": (clear_history, "[all]", "start a new conversation; all: delete the old ones"),
         "/model": (choose_model, "[NAME]", "show the models; use PROVIDER[:MODEL] or URL#MODEL"),
         "/level": (choose_level, "[N]", "what runs unasked: 1 reads, 2 writes, 3 commands"),
         "/policy": (show_policy, "[revoke N]", "what is allowed always, the rules, the sandbox"),
@@ -3418,8 +3418,11 @@ def show_help(app, arguments: str) -> str:
 
 
 def clear_history(app, arguments: str) -> str:
-    """Forget the conversation."""
-    app.agent.memory.clear()
+    """Start a new conversation; "all": and delete this folder's stored ones."""
+    if arguments == "all":
+        app.memory.delete_all()
+        return "Conversation history cleared."
+    app.memory.clear()
     return "🗑️ History cleared: a new conversation; the one before is in /sessions."
 
 
@@ -3430,21 +3433,14 @@ def leave(app, arguments: str) -> str:
 
 
 def choose_model(app, arguments: str) -> str:
-    """Show the providers, or change the model."""
-    if arguments:
-        notice = app.use_model(arguments)
-        p = app.agent.model.provider
-        return f"Model: {p.name}, {p.model} at {p.base_url}" + (f"\n⚠️ {notice}" if notice else "")
-    lines = []
-    for p in PROVIDERS.values():
-        not_ = "" if app.config.get(p.prefix + "_API_KEY") else "not "
-        key = f"{p.prefix}_API_KEY is {not_}set" if p.needs_key else "needs no key"
-        lines.append(f"  {p.name:11} {p.model:18} {key}")
-    current = getattr(app.agent.model, "provider", None)
-    now = f"{current.name}, {current.model}" if current else "the demo model, keyword rules"
-    if current and current.needs_key and not current.api_key:
-        now += f"; {current.prefix}_API_KEY is not set"
-    return "\n".join([f"Model: {now}. Another: /model PROVIDER[:MODEL] or URL#MODEL", *lines])
+    """Show the model and the providers, or change the model."""
+    notice = app.use_model(arguments) if arguments else ""
+    now = getattr(app.agent.model, "provider", None)
+    name = f"{now.name}, {now.model} at {now.base_url}" if now else "the demo model, keyword rules"
+    others = [f"  {p.name:11} {p.model:18} " + f"needs {p.prefix}_API_KEY" * p.needs_key
+              for p in PROVIDERS.values()]
+    return "\n".join([f"Model: {name}", *filter(None, [notice]),
+                      "Others: /model PROVIDER[:MODEL] or URL#MODEL", *others])
 
 
 def choose_level(app, arguments: str) -> str:
@@ -3675,10 +3671,9 @@ def fit(text: str, columns: int) -> str:
     """Return as much of the text as surely fits, with … for what does not."""
     # Wide characters begin at U+1100.  Not all from there on are wide: too short harms nobody.
     ends = list(itertools.accumulate(2 if ch >= "\u1100" else 1 for ch in text))
-    room = max(1, columns)
-    if not ends or ends[-1] <= room:
+    if not ends or ends[-1] <= columns:
         return text
-    n = sum(end < room for end in ends)                   # the … takes a column
+    n = sum(end < columns for end in ends)                # the … takes a column
     while n and not (text[n].isascii() or text[n].isalnum()):
         n -= 1                           # never between the parts of an emoji, a flag, an é
     return text[:n] + "…"
@@ -3832,14 +3827,11 @@ class Screen:
 
 # ---- typing
 
-@contextlib.contextmanager
-def line_editing(history_path: str, words: Iterable[str], mask: Callable[[str], str]
-                 ) -> Iterator[None]:
+def line_editing(history_path: str, words: Iterable[str]) -> None:
     """Give input() history, and completion of `words` and @paths, where there is readline."""
     try:
         import readline
     except ImportError:                                   # Windows
-        yield
         return
     import glob
     matches = []
@@ -3852,22 +3844,10 @@ def line_editing(history_path: str, words: Iterable[str], mask: Callable[[str], 
         return matches[state] if state < len(matches) else None
     readline.set_completer(complete)
     readline.set_completer_delims(" \t\n")
-    readline.set_history_length(1000)
-    if "libedit" in (readline.__doc__ or ""):             # macOS
-        readline.parse_and_bind("bind ^I rl_complete")
-    else:
-        readline.parse_and_bind("tab: complete")
-        readline.parse_and_bind("set enable-bracketed-paste on")     # a paste comes as one text
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        readline.read_history_file(history_path)
-    try:
-        yield
-    finally:
-        for i in range(readline.get_current_history_length()):
-            readline.replace_history_item(i, mask(readline.get_history_item(i + 1) or ""))
-        with contextlib.suppress(OSError):                # for this person only
-            os.close(os.open(history_path, os.O_CREAT | os.O_WRONLY, 0o600))
-            readline.write_history_file(history_path)
+    is_libedit = "libedit" in (readline.__doc__ or "")    # macOS
+    readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
+    for line in read_text(history_path).split("\n")[-1001:-1]:
+        readline.add_history(line)
 
 
 def read_input() -> str:
@@ -3891,7 +3871,7 @@ def _is_readable(stream, seconds):
 
 def ask(question: str, cancel: Cancel) -> str | None:
     """Return what the person answers on the terminal, None if there is none; Ctrl-C cancels."""
-    if not (is_terminal(sys.stdin) and is_terminal(sys.stderr)):
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return None
     if WINDOWS:                                           # what was typed ahead is no answer
         import msvcrt
@@ -3906,15 +3886,7 @@ def ask(question: str, cancel: Cancel) -> str | None:
         if cancel.is_set():
             sys.stderr.write("\n")
             return None
-    answer = sys.stdin.readline()
-    if not answer:                                        # Ctrl-D
-        sys.stderr.write("\n")
-    return answer
-
-
-def is_terminal(stream) -> bool:
-    """True if a person sits at this stream; it may be None or closed."""
-    return bool(stream) and not stream.closed and stream.isatty()
+    return sys.stdin.readline()
 
 
 # ---- wiring
@@ -3974,6 +3946,8 @@ class App:
 
     def use_model(self, choice: str = "") -> str:
         """Talk to another model from now on; return a notice or "".  Raises ConfigError."""
+        if self.config.demo and not choice:
+            return "Demo model: keyword rules, no intelligence. Level 3: commands run unasked."
         provider = choose_provider(self.config, choice)
 
         def on_trace(kind, body):
@@ -3991,22 +3965,11 @@ class App:
         self.store.close()
 
 
-def sweep(home: str) -> None:
-    """Remove the long outputs that a killed process has left, when they are a day old."""
-    with contextlib.suppress(OSError):
-        for name in os.listdir(home):
-            path = os.path.join(home, name)
-            if name.startswith("output-") and time.time() - os.path.getmtime(path) > 86400:
-                import shutil                             # slow to import, so only where needed
-                shutil.rmtree(path, ignore_errors=True)
-
-
 def build(config: Config) -> App:
     """Wire everything once.  Raises ConfigError."""
     app = App(config)
     app.store, notice = open_store(config.home)
     app.notices.append(notice)
-    sweep(config.home)
     app.memory = Memory(app.store, config.cwd, app.mask)
     app.facts, app.undo = Facts(app.store, config.cwd, app.mask), Undo(app.memory)
     app.audit = Audit(os.path.join(config.home, "audit"), lambda: app.memory.session_id)
@@ -4027,8 +3990,7 @@ def build(config: Config) -> App:
     app.agent = Agent(DemoModel(), toolbox, app.memory, app.on_event, "", config.max_rounds,
                       config.token_budget, config.turn_timeout_s, app.notes, app.compact)
     trust_env(app)
-    if not config.demo:
-        app.notices.append(app.use_model())
+    app.notices.append(app.use_model())
     app.notices += load_plugins(app)
     if config.resume:
         app.notices.append(app.memory.resume(config.resume))
@@ -4100,25 +4062,25 @@ def run_line(app: App, screen: Screen, line: str, is_command: bool) -> int:
 
 def repl(app: App, screen: Screen) -> int:
     """Read, do, repeat, until the person leaves; return the exit code."""
-    was_interrupted = False
-    with line_editing(os.path.join(app.config.home, "history"), commands(), app.mask):
-        while not app.is_over:
-            try:
-                line = read_input()
-            except EOFError:
-                print()
-                break
-            except KeyboardInterrupt:
-                print()
-                if was_interrupted:
-                    return 130
-                was_interrupted = True
-                print("(Ctrl-C again, or Ctrl-D, leaves)")
-                continue
-            was_interrupted = False
+    history_path, was_interrupted = os.path.join(app.config.home, "history"), False
+    line_editing(history_path, commands())
+    while not app.is_over:
+        try:
+            line, was_interrupted = read_input(), False
+        except EOFError:
+            print()
+            return 0
+        except KeyboardInterrupt:
+            print()
+            if was_interrupted:
+                return 130
+            line, was_interrupted = "", True
+            print("(Ctrl-C again, or Ctrl-D, leaves)")
+        if line:
+            with contextlib.suppress(OSError):            # an unusable home was told of
+                append_private(history_path, app.mask(line) + "\n")
             line = "/" + line if line in ("clear", "exit", "quit") else line
-            if line:
-                run_line(app, screen, line, line.startswith("/"))
+            run_line(app, screen, line, line.startswith("/"))
     return 0
 
 
@@ -4130,54 +4092,36 @@ def play_demo(config: Config) -> int:
     with tempfile.TemporaryDirectory(prefix="paicli-demo-") as folder, \
             contextlib.closing(build(config._replace(cwd=os.path.realpath(folder)))) as app:
         screen = Screen(sys.stdout, sys.stderr, config, LABEL)
-        code = 0
-        for example in DEMO_EXAMPLES:
+        for example in DEMO_EXAMPLES[:4 if shutil.which("javac") else 3]:
             print(f"\n👤 You: {example}", flush=True)
-            if "compile" in example and not shutil.which("javac"):
-                print("(left out: there is no javac here)")
-                continue
             code = run_line(app, screen, example, False)
             if code:
-                break
+                return code
         app.memory.delete_all()          # its folder is gone in a moment
-    return code
-
-
-def piped_text(wait_s: float | None) -> str:
-    """Return what was piped in; "" when not a byte comes within wait_s (None: wait for ever)."""
-    try:
-        if wait_s is not None and not _is_readable(sys.stdin, wait_s):
-            return ""
-        return sys.stdin.buffer.read().decode("utf-8", "replace").strip()
-    except OSError:                                       # open for writing only, say
-        return ""
+    return 0
 
 
 def dispatch(config: Config) -> int:
     """Do what the command line asks for; return the exit code."""
-    words, is_person = " ".join(config.words), is_terminal(sys.stdin)
+    words = "/clear all" if config.clear else " ".join(config.words)
     is_command = words.startswith("/")
-    if not is_person and not is_command and not config.clear:
-        piped = piped_text(3 if words or config.demo else None)
-        words = "\n\n".join(filter(None, (words, piped)))
-    if not words and not is_person and not config.clear:
-        if config.demo:
+    if not sys.stdin.isatty() and not is_command:
+        # A caller may leave its end open, so a message waits for more only a moment.
+        if not (words or config.demo) or _is_readable(sys.stdin, 3):
+            piped = sys.stdin.buffer.read().decode("utf-8", "replace").strip()
+            words = "\n\n".join(filter(None, (words, piped)))
+        if not words and config.demo:
             return play_demo(config)
-        print("Nothing to do: give a MESSAGE or pipe one in; see --help.", file=sys.stderr)
-        return 2
+        if not words:
+            print("Nothing to do: give a MESSAGE or pipe one in; see --help.", file=sys.stderr)
+            return 2
     with contextlib.closing(build(config)) as app:
-        if config.clear:
-            app.memory.delete_all()
-            print("Conversation history cleared.")
-            return 0
-        if config.demo:
-            app.notices.append("Demo model: keyword rules, no intelligence. "
-                               f"Level 3: it runs commands in {config.cwd}")
         if words:
             screen = Screen(sys.stdout, sys.stderr, config)
         else:
             screen = Screen(sys.stdout, sys.stdout, config, LABEL)
-            print(BANNER + TIPS + "\n" + choose_model(app, "").partition(" Another")[0])
+            print(BANNER + TIPS)
+            app.notices.insert(0, choose_model(app, "").split("\n")[0])
         for notice in filter(None, app.notices):
             screen.line(app.mask(notice))
         return run_line(app, screen, words, is_command) if words else repl(app, screen)
@@ -4185,13 +4129,8 @@ def dispatch(config: Config) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run PaiCLI with these arguments; return the exit code."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:                    # it was closed: >&-
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
-        stream = getattr(sys, name)
-        if hasattr(stream, "reconfigure"):                # an emoji must never be a traceback
-            is_ascii = (stream.encoding or "").lower() in ("ascii", "us-ascii", "ansi_x3.4-1968")
-            stream.reconfigure(encoding="utf-8" if is_ascii else None, errors="replace")
+    for stream in (sys.stdin, sys.stdout, sys.stderr):    # whatever the locale says
+        stream.reconfigure(encoding="utf-8", errors="replace")
     for name in ("SIGTERM", "SIGHUP"):                    # the same way out, which kills children
         number = getattr(signal, name, None)
         if number and signal.getsignal(number) is signal.SIG_DFL:        # not under nohup
@@ -4199,8 +4138,7 @@ def main(argv: list[str] | None = None) -> int:
     config = None
     try:
         argv = sys.argv[1:] if argv is None else argv
-        if not WINDOWS:                                   # undo what the locale made of the bytes
-            argv = [a.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for a in argv]
+        argv = [os.fsencode(a).decode("utf-8", "replace") for a in argv]     # so do these
         config = load_config(argv, dict(os.environ), os.getcwd(), os.path.expanduser("~"))
         if config.show:
             print(f"paicli {__version__}" if config.show == "version"

@@ -2333,13 +2333,16 @@ class TestCommands(Case):
         app.agent.memory.add({"role": "user", "content": "x"})
         self.assertIn("a new conversation", paicli.clear_history(app, ""))
         self.assertEqual([], app.agent.memory.messages())
+        self.assertIn("/sessions", paicli.clear_history(app, ""))
+        self.assertEqual(1, len(app.memory.sessions()))
+        self.assertEqual(("Conversation history cleared.", []), (paicli.run_command(app, "/clear all"), app.memory.sessions()))
         self.assertFalse(app.is_over)
         paicli.leave(app, "")
         self.assertTrue(app.is_over)
 
     def test_the_model_is_shown_and_changed(self):
         app = self.app(GLM_API_KEY="k" * 9)
-        self.assertRegex(paicli.choose_model(app, ""), r"^Model: glm, glm-5\.1\.(.|\n)*GLM_API_KEY is set(.|\n)*OPENAI_API_KEY is not set")
+        self.assertRegex(paicli.choose_model(app, ""), r"^Model: glm, glm-5\.1 at https://(.|\n)*/model PROVIDER(.|\n)*openai .*needs OPENAI_API_KEY\n(.|\n)*  ollama +qwen3 *$")
         self.assertIn("qwen3:4b at http://localhost:11434", paicli.choose_model(app, "ollama:qwen3:4b"))
         self.write(".env", "ZAI_BASE_URL=https://evil.example/\n")
         self.assertIn("needs your trust", paicli.choose_model(self.app(), "zai"))
@@ -2677,14 +2680,6 @@ class TestTerminal(Case):
         self.run_in("see @.env", "")
         self.assertNotIn("sk-key-12345", json.dumps(server.requests[-1]["body"]))
 
-    def test_what_a_killed_process_left_goes_after_a_day(self):
-        for name, age_s in (("output-1-a", 90000), ("output-2-b", 1000), ("other", 90000)):
-            path = os.path.dirname(self.write(f"home/{name}/x", ""))
-            os.utime(path, (time.time() - age_s,) * 2)
-        paicli.sweep(self.path("home"))
-        paicli.sweep(self.path("nowhere"))
-        self.assertEqual(["other", "output-2-b"], sorted(os.listdir(self.path("home"))))
-
     def test_no_secret_is_kept_in_any_file(self):
         for secret in ("s3cret+key/4711", 'qu"ote\\d-ključ7'):
             with self.subTest(secret):
@@ -2762,10 +2757,6 @@ class TestTerminal(Case):
         self.assertIn("caf\u00e9", self.run_in("--demo", "--json", "caf\u00e9", LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0"
                                          ).stdout.encode().decode("unicode_escape"))
         if POSIX:
-            command = f'"{sys.executable}" "{HERE / "test_paicli.py"}" run --demo hello >&-; echo $?'
-            done = subprocess.run(["sh", "-c", command], cwd=self.path("work"), stderr=subprocess.PIPE, stdout=subprocess.PIPE,
-                                  encoding="utf-8", env={**os.environ, "PAICLI_HOME": self.home, "PYTHONPATH": os.getcwd()})
-            self.assertEqual(("0", False), (done.stdout.strip(), "Traceback" in done.stderr))
             command = f'"{sys.executable}" "{HERE / "test_paicli.py"}" run --demo hello | true'
             done = subprocess.run(["sh", "-c", command], cwd=self.path("work"), stderr=subprocess.PIPE, encoding="utf-8",
                                   env={**os.environ, "PAICLI_HOME": self.home, "PYTHONPATH": os.getcwd()})
