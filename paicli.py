@@ -3368,57 +3368,45 @@ class Undo:
 #
 #     "/level 2" --> the table --> choose_level(app, "2") --> "Level 2: ..."
 #
-# The table is the help, the completion and the dispatch in one.  A command prints nothing; it
-# changes the app's parts, or tells of them.  Each also runs alone: paicli.py /tools.
+# The table is the completion and the dispatch in one, and a docstring's first line is what /help
+# shows: the arguments, two spaces, the help.  A command prints nothing; it changes the app's parts,
+# or tells of them.  Each also runs alone: paicli.py /tools.
 # Trap: an unknown /x must never reach the model, it is a typing error with a cost.
-# To add one: write the function, add a line to the table.
+# To add one: write the function, add it to the table.
 # Tests: TestCommands (exercise, 1 of 3 stars).  Try: /help.
 
 
-def commands() -> dict[str, tuple]:
-    """Return the table: name -> (function, arguments, help)."""
-    return {
-        "/help": (show_help, "", "this list"),
-        "/clear": (clear_history, "[all]", "start a new conversation; all: delete the old ones"),
-        "/model": (choose_model, "[NAME]", "show the models; use PROVIDER[:MODEL] or URL#MODEL"),
-        "/level": (choose_level, "[N]", "what runs unasked: 1 reads, 2 writes, 3 commands"),
-        "/policy": (show_policy, "[revoke N]", "what is allowed always, the rules, the sandbox"),
-        "/audit": (show_audit, "[N]", "the last N decisions and how they ended"),
-        "/undo": (undo_turn, "", "restore the files that the last turn wrote"),
-        "/sessions": (list_sessions, "", "this folder's conversations"),
-        "/resume": (lambda app, number: app.memory.resume(number or "last"), "[ID]",
-                    "go on with the last one, or with that one"),
-        "/context": (show_context, "", "what the next request holds, in tokens"),
-        "/compact": (compact_now, "", "summarise all but the last rounds now"),
-        "/memory": (list_facts, "", "what is known for this folder: facts and lessons"),
-        "/save": (save_fact, "[--global] FACT", "remember a fact, here or everywhere"),
-        "/forget": (forget_fact, "N", "forget it again"),
-        "/tools": (list_tools, "[reload]", "list the tools; load tools.py and tools.json again"),
-        "/trace": (switch_trace, "[on|off]", "show each request and reply, for learners"),
-        "/exit": (leave, "", "leave; so do /quit and Ctrl-D"),
-    }
+def commands() -> dict[str, Callable]:
+    """Return the table: name -> function."""
+    return {"/help": show_help, "/clear": clear_history, "/model": choose_model,
+            "/level": choose_level, "/policy": show_policy, "/audit": show_audit,
+            "/undo": undo_turn, "/sessions": list_sessions, "/resume": resume_session,
+            "/context": show_context, "/compact": compact_now, "/memory": list_facts,
+            "/save": save_fact, "/forget": forget_fact, "/tools": list_tools,
+            "/trace": switch_trace, "/exit": leave, "/quit": leave}
 
 
 def run_command(app, line: str) -> str:
     """Run "/name arguments" and return its text.  Raises ConfigError for an unknown name."""
     name, _, arguments = line.strip().partition(" ")
-    name = "/exit" if name == "/quit" else name
     table = commands()
     if name not in table:
         raise ConfigError(f"no command {name}{did_you_mean(name, table) or '; see /help'}")
-    return table[name][0](app, arguments.strip())
+    return table[name](app, arguments.strip())
 
 
 def show_help(app, arguments: str) -> str:
-    """List the commands."""
-    lines = [f"  {name + ' ' + usage:23} {help_}" for name, (_, usage, help_) in commands().items()]
-    more = ("Or type a question or a task. @path puts a file into it; "
-            'three quotes """ begin and end one of several lines; Ctrl-C stops a turn.')
-    return "\n".join(["Commands:", *lines, more])
+    """This list."""
+    lines = ["Commands:"]
+    for name, function in commands().items():
+        usage, _, help_ = function.__doc__.split("\n")[0].rpartition("  ")
+        lines.append(f"  {name + ' ' + usage:23} {help_}")
+    return "\n".join([*lines, "Or type a question or a task. @path puts a file into it; three "
+                      'quotes """ begin and end one of several lines; Ctrl-C stops a turn.'])
 
 
 def clear_history(app, arguments: str) -> str:
-    """Start a new conversation; "all": and delete this folder's stored ones."""
+    """[all]  Start a new conversation; all: delete this folder's old ones."""
     if arguments == "all":
         app.memory.delete_all()
         return "Conversation history cleared."
@@ -3427,13 +3415,13 @@ def clear_history(app, arguments: str) -> str:
 
 
 def leave(app, arguments: str) -> str:
-    """Have the REPL end."""
+    """Leave; so does Ctrl-D."""
     app.is_over = True
     return "Bye."
 
 
 def choose_model(app, arguments: str) -> str:
-    """Show the model and the providers, or change the model."""
+    """[NAME]  Show the models; use PROVIDER[:MODEL] or URL#MODEL."""
     notice = app.use_model(arguments) if arguments else ""
     now = getattr(app.agent.model, "provider", None)
     name = f"{now.name}, {now.model} at {now.base_url}" if now else "the demo model, keyword rules"
@@ -3444,25 +3432,24 @@ def choose_model(app, arguments: str) -> str:
 
 
 def choose_level(app, arguments: str) -> str:
-    """Show or change what runs without asking."""
+    """[N]  What runs unasked: 1 reads, 2 writes, 3 commands."""
     if arguments:
         if arguments not in ("1", "2", "3"):
             raise ConfigError("the level is 1 (read), 2 (write) or 3 (execute)")
         app.approver.level = int(arguments)
     now = app.approver.level
-    asked = "you are asked above that" if now < 3 else "you are asked only where a rule says so"
-    return f"Level {now}: runs unasked up to {LEVELS[now]}; {asked}."
+    return f"Level {now}: runs unasked up to {LEVELS[now]}, unless a rule says to ask."
 
 
 def list_tools(app, arguments: str) -> str:
-    """List the tools, after loading the person's own again if asked to."""
+    """[reload]  List the tools; load tools.py and tools.json again."""
     said = load_plugins(app) if arguments == "reload" else []
     return "\n".join([f"  {t.level} {t.name:16} {one_line(t.description, 90)}"
                       for t in app.agent.toolbox.tools.values()] + said)
 
 
 def show_policy(app, arguments: str) -> str:
-    """List what runs unasked, or take an "always" back."""
+    """[revoke N]  What is allowed always, the rules, the sandbox."""
     word, _, number = arguments.partition(" ")
     grants = app.approver.grants
     if word:
@@ -3472,28 +3459,23 @@ def show_policy(app, arguments: str) -> str:
     rules = dict.fromkeys(f"  {verdict:6} whatever {why}" for *_, verdict, why in RULES)
     allowed = [f"  {n}. {visible(grant)}" for n, grant in enumerate(grants, 1)] or ["  nothing"]
     sandbox = " ".join(app.shell.sandbox) or "none: set PAICLI_SANDBOX (see the README)"
-    return "\n".join([choose_level(app, ""), "Always allowed in this session:", *allowed,
-                      "Rules for commands, at any level (and below level 3, the file tools ask "
-                      "before they write .git, .paicli or .env):", *rules,
-                      "Rules are a speed bump, not a sandbox: programs can hide from them.",
-                      f"Sandbox: {sandbox}"])
+    return "\n".join(["Always allowed in this session:", *allowed,
+                      "Rules, a speed bump and not a sandbox, for programs can hide from them:",
+                      *rules, f"Sandbox: {sandbox}"])
 
 
 def show_audit(app, arguments: str) -> str:
-    """Show the last decisions."""
-    if arguments and not arguments.isdecimal():
-        raise ConfigError("usage: /audit N, with a number")
+    """[N]  The last N decisions and how they ended."""
     lines = []
-    for c in app.audit.last(int(arguments or 10)):
+    for c in app.audit.last(int(arguments) if arguments.isdecimal() else 10):
         end = {True: "✅", False: "❌"}.get(c.get("ok"), "… no result")
-        asked = f"{c['tool']} {one_line(c['arguments'], 60)}"
-        outcome = one_line(c.get("outcome", ""), 60)
-        lines.append(f"{c['time'][:19]} {asked}: {c['decision']} by {c['by']} {end} {outcome}")
+        lines.append(f"{c['time'][:19]} {c['tool']} {one_line(c['arguments'], 60)}: "
+                     f"{c['decision']} by {c['by']} {end} {one_line(c.get('outcome', ''), 60)}")
     return "\n".join(lines) or "Nothing yet: only what may change something is recorded."
 
 
 def undo_turn(app, arguments: str) -> str:
-    """Restore what the last turn wrote."""
+    """Restore the files that the last turn wrote."""
     lines = app.undo.undo()
     if not lines:
         return "In this conversation the file tools have written nothing that can be undone."
@@ -3501,22 +3483,26 @@ def undo_turn(app, arguments: str) -> str:
 
 
 def list_sessions(app, arguments: str) -> str:
-    """List this folder's conversations."""
+    """This folder's conversations."""
     return "\n".join(f"{'*' if id_ == app.memory.session_id else ' '} {id_:4}  {time_}  "
                      f"{n} messages  {title}" for id_, time_, n, title in app.memory.sessions()) \
         or "No conversation was held in this folder."
 
 
+def resume_session(app, arguments: str) -> str:
+    """[ID]  Go on with the last conversation, or with that one."""
+    return app.memory.resume(arguments or "last")
+
+
 def show_context(app, arguments: str) -> str:
-    """Show the layers of the next request."""
-    agent, notes = app.agent, app.project_notes
-    schemas = json.dumps(agent.toolbox.schemas(), ensure_ascii=False)
-    sizes = {"system": max(0, estimate_tokens(agent.system) - estimate_tokens(notes)),
-             "project notes": estimate_tokens(notes),
-             "facts and lessons": estimate_tokens(agent.known),
-             "summary": estimate_tokens(app.memory.background()),
-             "tool schemas": estimate_tokens(schemas),
-             "conversation": message_tokens(app.memory.messages())}
+    """What the next request holds, in tokens."""
+    agent = app.agent
+    layers = {"system": agent.system.replace(app.project_notes, ""),
+              "project notes": app.project_notes, "facts and lessons": agent.known,
+              "summary": app.memory.background(),
+              "tool schemas": json.dumps(agent.toolbox.schemas(), ensure_ascii=False)}
+    sizes = {name: estimate_tokens(text) for name, text in layers.items()}
+    sizes["conversation"] = message_tokens(app.memory.messages())
     n_tokens, window = app.compact.n_tokens(agent), getattr(agent.model, "window", 0)
     left = f"{max(0, window - n_tokens)} of {window} are left" if window else \
         "the model's window is not known (PAICLI_CONTEXT_WINDOW)"
@@ -3525,20 +3511,20 @@ def show_context(app, arguments: str) -> str:
 
 
 def compact_now(app, arguments: str) -> str:
-    """Summarise all but the last rounds."""
+    """Summarise all but the last rounds now."""
     is_shorter = app.compact(app.agent, app.cancel, must=True)
     return "Done." if is_shorter else "There is nothing to compact."
 
 
 def list_facts(app, arguments: str) -> str:
-    """List the facts and lessons that count here."""
+    """What is known for this folder: facts and lessons."""
     return "\n".join(f"  {id_}. {kind}{' (everywhere)' if is_global else ''}: {text}"
                      for id_, kind, is_global, text in app.facts.all()) \
         or "Nothing is known yet: /save FACT"
 
 
 def save_fact(app, arguments: str) -> str:
-    """Remember a fact."""
+    """[--global] FACT  Remember a fact, here or everywhere."""
     word, _, rest = arguments.partition(" ")
     text = rest.strip() if word == "--global" else arguments
     if not text:
@@ -3548,14 +3534,14 @@ def save_fact(app, arguments: str) -> str:
 
 
 def forget_fact(app, arguments: str) -> str:
-    """Forget a fact or lesson."""
+    """N  Forget a fact or lesson."""
     if not app.facts.forget(arguments):
         raise ConfigError(f"there is no fact {arguments}; usage: /forget N, a number of /memory")
     return "Forgotten."
 
 
 def switch_trace(app, arguments: str) -> str:
-    """Turn the showing of requests and replies on or off."""
+    """[on|off]  Show each request and reply, for learners."""
     app.trace = {"on": True, "off": False}.get(arguments, not app.trace)
     return f"Trace is {'on' if app.trace else 'off'}."
 
@@ -3574,36 +3560,32 @@ def load_plugins(app) -> list[str]:
         path, source = os.path.join(base, name), None
         if not os.path.isfile(path):
             continue
-        if level == 3:
-            source = app.trust.read(path, "would run code on this machine")
-            if source is None:
-                notices.append(f"{path} is not loaded: it needs your trust")
-                continue
         try:
+            if level == 3:
+                source = app.trust.read(path, "would run code on this machine")
+            if level == 3 and source is None:
+                raise ConfigError(f"{path} is not loaded: it needs your trust")
             loaded = tools_from_module(path, level, source) if name == "tools.py" else \
                 tools_from_json(path, app.shell.run_argv, app.http, level, source)
             app.agent.toolbox.add(loaded)
             app.plugin_names += [t.name for t in loaded]
         except ConfigError as e:
             notices.append(str(e))
-    app.agent.system = system_prompt(app.config.cwd, app.agent.toolbox.tools,
-                                     app.project_notes)
+    app.agent.system = system_prompt(app.config.cwd, app.agent.toolbox.tools, app.project_notes)
     return notices
 
 
 def trust_env(app) -> None:
     """Ask about a ./.env that sends what you write to a stranger's host; if yes, it counts."""
-    settings, sent = app.config.settings, {}
-    for name, s in settings.items():
-        if re.fullmatch(r"PAICLI_MODEL|SEARXNG_URL|\w+_BASE_URL", name) and "://" in s.value:
-            with contextlib.suppress(ConfigError):        # not a URL: that is said where it is used
-                sent.update({name: s.value} if is_strangers_host(s) else {})
-    what = "sets " + ", ".join(f"{name} to {url}" for name, url in sent.items())
-    content = sent and app.trust.read(os.path.join(app.config.cwd, ".env"), what)
-    values = parse_dotenv((content or b"").decode("utf-8-sig", "replace"))[0]
-    if sent and all(values.get(name) == url for name, url in sent.items()):
-        trusted = {name: s._replace(source="your ./.env") if s.source == "./.env" else s
-                   for name, s in settings.items()}
+    settings, used = app.config.settings, [p.prefix + "_BASE_URL" for p in PROVIDERS.values()]
+    sent = [f"{name} to {settings[name].value}" for name in ["PAICLI_MODEL", "SEARXNG_URL", *used]
+            if "://" in app.config.get(name) and is_strangers_host(settings[name])]
+    content = sent and app.trust.read(os.path.join(app.config.cwd, ".env"),
+                                      "sets " + ", ".join(sent))
+    if content:                          # what counts from now on is what was shown
+        shown = parse_dotenv(content.decode("utf-8-sig", "replace"))[0]
+        trusted = {**settings, **{name: Setting(value, "your ./.env") for name, value in
+                                  shown.items() if settings.get(name, ("", ""))[1] == "./.env"}}
         app.config = app.config._replace(
             settings=trusted, model=trusted.get("PAICLI_MODEL", app.config.model))
 
@@ -3709,7 +3691,8 @@ class Markdown:
 class Screen:
     """Draws events: the answer on `out`, all else on `err`; with --json each is a line of `out`."""
 
-    LINES = {"notice": ("ℹ️ {text}", "dim"), "error": ("❌ Error: {text}", "")}
+    LINES = {"notice": ("ℹ️ {text}", "dim"), "error": ("❌ Error: {text}", ""),
+             "trace": ("── {kind}\n{text}", "dim")}
     # event -> what is waited for from then on
     ACTIVITIES = {"turn": "🤔 Thinking...", "call": "🔧 Running {tool}...", "wait": "{text}",
                   "result": "🤔 Thinking...", "notice": "🤔 Thinking...", "stop": ""}
@@ -3806,10 +3789,6 @@ class Screen:
 
     def _on_usage(self, event):
         self._usage = event
-
-    def _on_trace(self, event):
-        body = json.dumps(event["body"], indent=2, ensure_ascii=False)
-        self.line(f"── {event['kind']}\n{body}", "dim")
 
     def _on_stop(self, event):
         is_shown = self._streams and event["reason"] == "done"
@@ -3931,8 +3910,7 @@ class App:
     def run_turn(self, text: str) -> str:
         """Run a turn, and learn from it if it ended badly.  Raises PaiError."""
         answer = self.agent.run(self.mask(with_files(self.files, text)), self.cancel)
-        is_off = self.config.get("PAICLI_LESSONS").lower() in ("off", "0", "no", "false")
-        if not is_off and not self.config.demo:
+        if self.config.get("PAICLI_LESSONS") != "off" and not self.config.demo:
             with contextlib.suppress(PaiError):           # the turn itself is over and answered
                 lesson = reflect(self.agent, self.facts, self.cancel)
                 if lesson:
@@ -3952,10 +3930,9 @@ class App:
 
         def on_trace(kind, body):
             if self.trace:
-                self.events.put({"type": "trace", "kind": kind,
-                                 "body": map_strings(body, self.mask)})
-        self.agent.model = ChatModel(self.http, provider, on_trace,
-                                     self.config.context_window)
+                text = self.mask(json.dumps(body, indent=2, ensure_ascii=False))
+                self.events.put({"type": "trace", "kind": kind, "text": text})
+        self.agent.model = ChatModel(self.http, provider, on_trace, self.config.context_window)
         return provider.notice
 
     def close(self) -> None:

@@ -2388,7 +2388,7 @@ class TestCommands(Case):
         self.assertEqual(("bwrap", "a b", "{cwd}"), tuple(app.shell.sandbox))
         app.approver.grants += ["write_file", 'execute_command {"command": "ls\x1b"}']
         shown = paicli.show_policy(app, "")
-        self.assertRegex(shown, r"(?s)^Level 2.*  1\. write_file\n  2\. execute_command .*ls.x1b.*not a sandbox.*Sandbox: bwrap")
+        self.assertRegex(shown, r"(?s)^Always.*  1\. write_file\n  2\. execute_command .*ls.x1b.*not a sandbox.*Sandbox: bwrap")
         for *_, why in paicli.RULES:
             self.assertEqual(1, shown.count(" whatever " + why + "\n"), why)
         self.assertIn("write_file", paicli.show_policy(app, "revoke 1"))
@@ -2406,7 +2406,6 @@ class TestCommands(Case):
         self.assertEqual((10, 3), (len(lines), len(paicli.show_audit(app, "3").split("\n"))))
         self.assertRegex(lines[-1], r't \{"n": 11\}: allow by person ❌ Error: no')
         self.assertRegex(lines[0], r't \{"n": 2\}: allow by person … no result')
-        self.raises(paicli.ConfigError, "usage: /audit", paicli.show_audit, app, "x")
 
     def test_conversations_are_listed_resumed_and_undone(self):
         app = self.app()
