@@ -3383,7 +3383,7 @@ def commands() -> dict[str, Callable]:
             "/undo": undo_turn, "/sessions": list_sessions, "/resume": resume_session,
             "/context": show_context, "/compact": compact_now, "/memory": list_facts,
             "/save": save_fact, "/forget": forget_fact, "/tools": list_tools,
-            "/trace": switch_trace, "/exit": leave, "/quit": leave}
+            "/exit": leave, "/quit": leave}
 
 
 def run_command(app, line: str) -> str:
@@ -3476,10 +3476,7 @@ def show_audit(app, arguments: str) -> str:
 
 def undo_turn(app, arguments: str) -> str:
     """Restore the files that the last turn wrote."""
-    lines = app.undo.undo()
-    if not lines:
-        return "In this conversation the file tools have written nothing that can be undone."
-    return "\n".join([*lines, "What commands did stays as it is."])
+    return "\n".join(app.undo.undo()) or "The file tools wrote nothing that can be undone."
 
 
 def list_sessions(app, arguments: str) -> str:
@@ -3503,11 +3500,9 @@ def show_context(app, arguments: str) -> str:
               "tool schemas": json.dumps(agent.toolbox.schemas(), ensure_ascii=False)}
     sizes = {name: estimate_tokens(text) for name, text in layers.items()}
     sizes["conversation"] = message_tokens(app.memory.messages())
-    n_tokens, window = app.compact.n_tokens(agent), getattr(agent.model, "window", 0)
-    left = f"{max(0, window - n_tokens)} of {window} are left" if window else \
-        "the model's window is not known (PAICLI_CONTEXT_WINDOW)"
-    return "\n".join([f"  {name:18} {n:8}" for name, n in sizes.items()] +
-                     [f"About {n_tokens} tokens go with the next request; {left}."])
+    window = getattr(agent.model, "window", 0)
+    sizes["left"] = max(0, window - app.compact.n_tokens(agent)) if window else "unknown"
+    return "\n".join(f"  {name:18} {n:>8}" for name, n in sizes.items())
 
 
 def compact_now(app, arguments: str) -> str:
@@ -3538,12 +3533,6 @@ def forget_fact(app, arguments: str) -> str:
     if not app.facts.forget(arguments):
         raise ConfigError(f"there is no fact {arguments}; usage: /forget N, a number of /memory")
     return "Forgotten."
-
-
-def switch_trace(app, arguments: str) -> str:
-    """[on|off]  Show each request and reply, for learners."""
-    app.trace = {"on": True, "off": False}.get(arguments, not app.trace)
-    return f"Trace is {'on' if app.trace else 'off'}."
 
 
 def load_plugins(app) -> list[str]:
@@ -3776,11 +3765,9 @@ class Screen:
         arguments = ", ".join(f"{k}={v}" for k, v in event["arguments"].items())
         asked = fit(f"🔧 {one_line(event['tool'], 64)}({one_line(arguments)})",
                     max(20, self._columns() // 2))
-        lines = [line for line in event["text"].split("\n") if line.strip()] or [""]
-        outcome = lines[1] if lines[0].endswith(":") and lines[1:] else lines[0]
-        has_failed = not event["ok"] or re.match(r"Command finished \(exit code: [^0]", outcome)
-        mark = "❌" if has_failed else "✅"
-        line = f"{asked} {mark} {event['seconds']:.1f} s  {one_line(outcome)}"
+        text = one_line(event["text"])
+        has_failed = not event["ok"] or re.match(r"Command finished \(exit code: [^0]", text)
+        line = f"{asked} {'❌' if has_failed else '✅'} {event['seconds']:.1f} s  {text}"
         self.line(fit(line, self._columns()))
 
     def _on_decision(self, event):
@@ -3859,8 +3846,7 @@ def ask(question: str, cancel: Cancel) -> str | None:
     else:
         import termios
         termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
-    sys.stderr.write(question)
-    sys.stderr.flush()
+    print(question, end="", file=sys.stderr, flush=True)
     while not _is_readable(sys.stdin, 0.1):
         if cancel.is_set():
             sys.stderr.write("\n")
@@ -3871,19 +3857,17 @@ def ask(question: str, cancel: Cancel) -> str | None:
 # ---- wiring
 
 class App:
-    """The parts of a running PaiCLI, and what commands may change about it."""
+    """The parts of a running PaiCLI, most of them set by build()."""
 
     def __init__(self, config: Config):
         self.config, self.events = config, queue.SimpleQueue()
         self.notices = list(config.notices)               # what to tell the person at the start
-        self.trace, self.is_over = config.trace, False
+        self.is_over = False             # the person wants to leave
         self.plugin_names = []           # tools that came from the person's own files
         self.project_notes = ""          # AGENTS.md or CLAUDE.md of the folder
         self.http = Http(config.proxies)
         self.trust = Trust(os.path.join(config.home, "trust"), self.ask)
         self.cancel = Cancel()           # of what runs now
-        self.files = self.shell = self.agent = self.approver = None     # set by build
-        self.store = self.memory = self.facts = self.undo = self.compact = self.audit = None
 
     def mask(self, text: str) -> str:
         """Return the text without this run's secrets."""
@@ -3929,7 +3913,7 @@ class App:
         provider = choose_provider(self.config, choice)
 
         def on_trace(kind, body):
-            if self.trace:
+            if self.config.trace:
                 text = self.mask(json.dumps(body, indent=2, ensure_ascii=False))
                 self.events.put({"type": "trace", "kind": kind, "text": text})
         self.agent.model = ChatModel(self.http, provider, on_trace, self.config.context_window)
@@ -4093,11 +4077,9 @@ def dispatch(config: Config) -> int:
             print("Nothing to do: give a MESSAGE or pipe one in; see --help.", file=sys.stderr)
             return 2
     with contextlib.closing(build(config)) as app:
-        if words:
-            screen = Screen(sys.stdout, sys.stderr, config)
-        else:
-            screen = Screen(sys.stdout, sys.stdout, config, LABEL)
-            print(BANNER + TIPS)
+        screen = Screen(sys.stdout, sys.stderr, config, "" if words else LABEL)
+        if not words:
+            print(BANNER + TIPS, flush=True)
             app.notices.insert(0, choose_model(app, "").split("\n")[0])
         for notice in filter(None, app.notices):
             screen.line(app.mask(notice))
@@ -4108,10 +4090,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run PaiCLI with these arguments; return the exit code."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):    # whatever the locale says
         stream.reconfigure(encoding="utf-8", errors="replace")
-    for name in ("SIGTERM", "SIGHUP"):                    # the same way out, which kills children
-        number = getattr(signal, name, None)
-        if number and signal.getsignal(number) is signal.SIG_DFL:        # not under nohup
-            signal.signal(number, lambda signum, frame: sys.exit(128 + signum))
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(number) is signal.SIG_DFL:    # not under nohup
+            signal.signal(number, lambda signum, frame: sys.exit(128 + signum))  # kills children
     config = None
     try:
         argv = sys.argv[1:] if argv is None else argv
