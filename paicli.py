@@ -3421,21 +3421,17 @@ def leave(app, arguments: str) -> str:
 
 
 def choose_model(app, arguments: str) -> str:
-    """[NAME]  Show the models; use PROVIDER[:MODEL] or URL#MODEL."""
+    """[NAME]  Show the model, or use another: PROVIDER[:MODEL] or URL#MODEL."""
     notice = app.use_model(arguments) if arguments else ""
     now = getattr(app.agent.model, "provider", None)
     name = f"{now.name}, {now.model} at {now.base_url}" if now else "the demo model, keyword rules"
-    others = [f"  {p.name:11} {p.model:18} " + f"needs {p.prefix}_API_KEY" * p.needs_key
-              for p in PROVIDERS.values()]
-    return "\n".join([f"Model: {name}", *filter(None, [notice]),
-                      "Others: /model PROVIDER[:MODEL] or URL#MODEL", *others])
+    others = f"Others: /model PROVIDER[:MODEL] ({', '.join(PROVIDERS)}) or URL#MODEL"
+    return "\n".join(filter(None, [f"Model: {name}", notice, others]))
 
 
 def choose_level(app, arguments: str) -> str:
     """[N]  What runs unasked: 1 reads, 2 writes, 3 commands."""
-    if arguments:
-        if arguments not in ("1", "2", "3"):
-            raise ConfigError("the level is 1 (read), 2 (write) or 3 (execute)")
+    if arguments in ("1", "2", "3"):
         app.approver.level = int(arguments)
     now = app.approver.level
     return f"Level {now}: runs unasked up to {LEVELS[now]}, unless a rule says to ask."
@@ -3450,18 +3446,14 @@ def list_tools(app, arguments: str) -> str:
 
 def show_policy(app, arguments: str) -> str:
     """[revoke N]  What is allowed always, the rules, the sandbox."""
-    word, _, number = arguments.partition(" ")
-    grants = app.approver.grants
-    if word:
-        if word != "revoke" or number not in map(str, range(1, len(grants) + 1)):
-            raise ConfigError("usage: /policy, or /policy revoke N with a number from its list")
-        return f"No longer allowed always: {visible(grants.pop(int(number) - 1))}"
+    numbered = {f"revoke {n}": grant for n, grant in enumerate(app.approver.grants, 1)}
+    if arguments in numbered:
+        app.approver.grants.remove(numbered.pop(arguments))
     rules = dict.fromkeys(f"  {verdict:6} whatever {why}" for *_, verdict, why in RULES)
-    allowed = [f"  {n}. {visible(grant)}" for n, grant in enumerate(grants, 1)] or ["  nothing"]
-    sandbox = " ".join(app.shell.sandbox) or "none: set PAICLI_SANDBOX (see the README)"
-    return "\n".join(["Always allowed in this session:", *allowed,
+    allowed = [f"  {visible(grant)} (/policy {how})" for how, grant in numbered.items()]
+    return "\n".join(["Always allowed in this session:", *(allowed or ["  nothing"]),
                       "Rules, a speed bump and not a sandbox, for programs can hide from them:",
-                      *rules, f"Sandbox: {sandbox}"])
+                      *rules, f"PAICLI_SANDBOX: {' '.join(app.shell.sandbox) or 'none'}"])
 
 
 def show_audit(app, arguments: str) -> str:
@@ -3507,8 +3499,7 @@ def show_context(app, arguments: str) -> str:
 
 def compact_now(app, arguments: str) -> str:
     """Summarise all but the last rounds now."""
-    is_shorter = app.compact(app.agent, app.cancel, must=True)
-    return "Done." if is_shorter else "There is nothing to compact."
+    return "Done." if app.compact(app.agent, app.cancel, must=True) else "Nothing to compact."
 
 
 def list_facts(app, arguments: str) -> str:
@@ -3538,27 +3529,25 @@ def forget_fact(app, arguments: str) -> str:
 def load_plugins(app) -> list[str]:
     """Load tools.py and tools.json of PAICLI_HOME and of the folder; return notices.
 
-    Those of the folder need the person's trust, and are level 3.  A file that does not load costs
-    only its own tools.
+    Those of the folder need the person's trust, and are level 3.
     """
     app.agent.toolbox.remove(app.plugin_names)
     app.plugin_names, notices = [], []
     home, folder = os.path.realpath(app.config.home), os.path.join(app.config.cwd, ".paicli")
     places = [(home, 1)] + [(folder, 3)] * (os.path.realpath(folder) != home)
     for (base, level), name in itertools.product(places, ("tools.py", "tools.json")):
-        path, source = os.path.join(base, name), None
+        path = os.path.join(base, name)
         if not os.path.isfile(path):
             continue
         try:
-            if level == 3:
-                source = app.trust.read(path, "would run code on this machine")
+            source = app.trust.read(path, "would run code here") if level == 3 else None
             if level == 3 and source is None:
                 raise ConfigError(f"{path} is not loaded: it needs your trust")
             loaded = tools_from_module(path, level, source) if name == "tools.py" else \
                 tools_from_json(path, app.shell.run_argv, app.http, level, source)
             app.agent.toolbox.add(loaded)
             app.plugin_names += [t.name for t in loaded]
-        except ConfigError as e:
+        except ConfigError as e:         # it costs only the tools of this file
             notices.append(str(e))
     app.agent.system = system_prompt(app.config.cwd, app.agent.toolbox.tools, app.project_notes)
     return notices
@@ -3566,15 +3555,17 @@ def load_plugins(app) -> list[str]:
 
 def trust_env(app) -> None:
     """Ask about a ./.env that sends what you write to a stranger's host; if yes, it counts."""
-    settings, used = app.config.settings, [p.prefix + "_BASE_URL" for p in PROVIDERS.values()]
-    sent = [f"{name} to {settings[name].value}" for name in ["PAICLI_MODEL", "SEARXNG_URL", *used]
+    settings = app.config.settings
+    used = ["PAICLI_MODEL", "SEARXNG_URL", "EMBEDDING_BASE_URL",
+            *(p.prefix + "_BASE_URL" for p in PROVIDERS.values())]
+    sent = [f"{name} to {settings[name].value}" for name in used
             if "://" in app.config.get(name) and is_strangers_host(settings[name])]
     content = sent and app.trust.read(os.path.join(app.config.cwd, ".env"),
                                       "sets " + ", ".join(sent))
     if content:                          # what counts from now on is what was shown
         shown = parse_dotenv(content.decode("utf-8-sig", "replace"))[0]
-        trusted = {**settings, **{name: Setting(value, "your ./.env") for name, value in
-                                  shown.items() if settings.get(name, ("", ""))[1] == "./.env"}}
+        trusted = {name: Setting(shown.get(name, ""), "your ./.env") if s.source == "./.env" else s
+                   for name, s in settings.items()}
         app.config = app.config._replace(
             settings=trusted, model=trusted.get("PAICLI_MODEL", app.config.model))
 
@@ -3612,14 +3603,12 @@ BANNER = r"""
  | |_) / _` | | |   | |    | |
  |  __/ (_| | | |___| |___ | |
  |_|   \__,_|_|\____|_____|___|
-"""
-TIPS = "💡 Tips: type a question or a task; /help shows more; exit or Ctrl-D leaves."
+💡 Tips: type a question or a task; /help shows more; exit or Ctrl-D leaves."""
 HELP = """usage: paicli.py [options] [MESSAGE...]     no message: the REPL
        paicli.py [options] /COMMAND [ARGS]  a REPL command, run once (see /help)
        echo MESSAGE | paicli.py [options]   the message from a pipe
 
-  --demo          the scripted demo model: no key, no network, level 3 in this folder; without a
-                  message and a terminal it plays four examples in a temporary folder
+  --demo          the scripted demo model: no key, no network, level 3 in this folder
   --model M       PROVIDER[:MODEL] ({providers}) or URL#MODEL
   --level N       run unasked up to level N: 1 reads, 2 writes, 3 commands (default 1)
   --yes           the same as --level 3
@@ -3656,7 +3645,7 @@ class Markdown:
     The marks stay: nothing waits for its end or is lost by a lone mark, which colours the rest of
     its line at most, and what is copied from the screen is Markdown still.
     """
-    STYLES = {**dict.fromkeys(("#", "##", "###", "**"), "bold"), "`": "cyan", "```": "cyan"}
+    MARKS = {**dict.fromkeys(("#", "##", "###", "**"), "bold"), "`": "cyan", "```": "cyan"}
 
     def __init__(self, style: Callable[[str, str], str]):
         self._style = style              # (name, text) -> text
@@ -3670,16 +3659,15 @@ class Markdown:
         self._held = text[len(sure):]
         for piece in filter(None, re.split(r"(#+(?= )|\*\*|```|`|\n)", sure)):
             is_end = piece == self._mark or piece == "\n" and self._mark != "```"
-            if not self._mark and piece in self.STYLES and (self._is_start or piece[0] != "#"):
+            if not self._mark and piece in self.MARKS and (self._is_start or piece[0] != "#"):
                 self._mark = piece
-            out += self._style(self.STYLES.get(self._mark, ""), piece)
+            out += self._style(self.MARKS.get(self._mark, ""), piece)
             self._mark, self._is_start = "" if is_end else self._mark, piece == "\n"
         return out
 
 
 class Screen:
     """Draws events: the answer on `out`, all else on `err`; with --json each is a line of `out`."""
-
     LINES = {"notice": ("ℹ️ {text}", "dim"), "error": ("❌ Error: {text}", ""),
              "trace": ("── {kind}\n{text}", "dim")}
     # event -> what is waited for from then on
@@ -3768,11 +3756,7 @@ class Screen:
         text = one_line(event["text"])
         has_failed = not event["ok"] or re.match(r"Command finished \(exit code: [^0]", text)
         line = f"{asked} {'❌' if has_failed else '✅'} {event['seconds']:.1f} s  {text}"
-        self.line(fit(line, self._columns()))
-
-    def _on_decision(self, event):
-        if event["reason"] and (event["decision"] == "allow" or event["by"] == "rule"):
-            self.line(f"🛡️ {event['reason']}")
+        self.line(fit(line, self._columns()) if event["ok"] else line)
 
     def _on_usage(self, event):
         self._usage = event
@@ -3785,10 +3769,8 @@ class Screen:
             self.answer(self.label + event["text"])
         usage, self._usage = self._usage, None
         if usage:
-            cached = f", cached={usage['cached']}" if usage["cached"] else ""
-            about = " (estimated)" if usage["is_estimate"] else ""
-            self.line(f"📊 Token usage: input={usage['input']}, output={usage['output']}"
-                      f"{cached}{about}", "dim")
+            said = f"input={usage['input']}, output={usage['output']}"
+            self.line(f"📊 Token usage: {said}{' (estimated)' * usage['is_estimate']}", "dim")
 
 
 # ---- typing
@@ -3888,8 +3870,7 @@ class App:
     def on_event(self, event: dict) -> None:
         """Take an event of the agent: into the audit now, onto the screen when it is its turn."""
         self.audit.on_event(event)
-        said = {k: self.mask(event[k]) for k in ("text", "reason") if k in event}
-        self.events.put({**event, **said})                # the rest is masked where it comes from
+        self.events.put(map_strings(event, self.mask))
 
     def run_turn(self, text: str) -> str:
         """Run a turn, and learn from it if it ended badly.  Raises PaiError."""
@@ -3940,8 +3921,7 @@ def build(config: Config) -> App:
         with contextlib.suppress(ToolError):              # none, a pipe, a link out of the folder
             app.project_notes = app.mask(clip(app.files.load(name)[1].text, 20000))
     spool_dir = os.path.join(config.home, f"output-{os.getpid()}-{random.getrandbits(32):08x}")
-    app.shell = ShellTools(workspace, spool_dir, config.command_timeout_s, config.sandbox,
-                           app.mask)
+    app.shell = ShellTools(workspace, spool_dir, config.command_timeout_s, config.sandbox, app.mask)
     app.approver = Approver(config.level, app.ask,
                             lambda tool, arguments: preview(app.files, tool, arguments),
                             functools.partial(judge_call, workspace, dict(os.environ)))
@@ -3951,8 +3931,7 @@ def build(config: Config) -> App:
     app.agent = Agent(DemoModel(), toolbox, app.memory, app.on_event, "", config.max_rounds,
                       config.token_budget, config.turn_timeout_s, app.notes, app.compact)
     trust_env(app)
-    app.notices.append(app.use_model())
-    app.notices += load_plugins(app)
+    app.notices += [app.use_model(), *load_plugins(app)]
     if config.resume:
         app.notices.append(app.memory.resume(config.resume))
     return app
@@ -4074,12 +4053,11 @@ def dispatch(config: Config) -> int:
         if not words and config.demo:
             return play_demo(config)
         if not words:
-            print("Nothing to do: give a MESSAGE or pipe one in; see --help.", file=sys.stderr)
-            return 2
+            raise ConfigError("nothing to do: give a MESSAGE or pipe one in; see --help")
     with contextlib.closing(build(config)) as app:
         screen = Screen(sys.stdout, sys.stderr, config, "" if words else LABEL)
         if not words:
-            print(BANNER + TIPS, flush=True)
+            print(BANNER, flush=True)
             app.notices.insert(0, choose_model(app, "").split("\n")[0])
         for notice in filter(None, app.notices):
             screen.line(app.mask(notice))

@@ -2342,7 +2342,7 @@ class TestCommands(Case):
 
     def test_the_model_is_shown_and_changed(self):
         app = self.app(GLM_API_KEY="k" * 9)
-        self.assertRegex(paicli.choose_model(app, ""), r"^Model: glm, glm-5\.1 at https://(.|\n)*/model PROVIDER(.|\n)*openai .*needs OPENAI_API_KEY\n(.|\n)*  ollama +qwen3 *$")
+        self.assertRegex(paicli.choose_model(app, ""), r"^Model: glm, glm-5\.1 at https://(.|\n)*/model PROVIDER.*openai, ")
         self.assertIn("qwen3:4b at http://localhost:11434", paicli.choose_model(app, "ollama:qwen3:4b"))
         self.write(".env", "ZAI_BASE_URL=https://evil.example/\n")
         self.assertIn("needs your trust", paicli.choose_model(self.app(), "zai"))
@@ -2357,7 +2357,7 @@ class TestCommands(Case):
         self.assertRegex(paicli.choose_level(app, ""), "^Level 1.*read")
         self.assertRegex(paicli.choose_level(app, "3"), "^Level 3.*execute")
         self.assertEqual(3, app.approver.level)
-        self.raises(paicli.ConfigError, "1 .read., 2", paicli.choose_level, app, "5")
+        self.assertRegex(paicli.choose_level(app, "5"), "^Level 3")
 
     def test_tools_are_listed_and_loaded_again(self):
         app = self.app()
@@ -2388,13 +2388,13 @@ class TestCommands(Case):
         self.assertEqual(("bwrap", "a b", "{cwd}"), tuple(app.shell.sandbox))
         app.approver.grants += ["write_file", 'execute_command {"command": "ls\x1b"}']
         shown = paicli.show_policy(app, "")
-        self.assertRegex(shown, r"(?s)^Always.*  1\. write_file\n  2\. execute_command .*ls.x1b.*not a sandbox.*Sandbox: bwrap")
+        self.assertRegex(shown, r"(?s)^Always.*  write_file \(/policy revoke 1\)\n  execute_command .*ls.x1b.*not a sandbox.*SANDBOX: bwrap")
         for *_, why in paicli.RULES:
             self.assertEqual(1, shown.count(" whatever " + why + "\n"), why)
-        self.assertIn("write_file", paicli.show_policy(app, "revoke 1"))
+        self.assertNotIn("write_file", paicli.show_policy(app, "revoke 1"))
         self.assertEqual(['execute_command {"command": "ls\x1b"}'], app.approver.grants)
         for wrong in ("revoke", "revoke 2", "revoke 0", "x"):
-            self.raises(paicli.ConfigError, "usage: /policy", paicli.show_policy, app, wrong)
+            self.assertIn("ls", paicli.show_policy(app, wrong))
 
     def test_the_last_decisions_are_shown(self):
         app = self.app()
@@ -2425,7 +2425,7 @@ class TestCommands(Case):
     def test_the_context_is_shown_and_compacted(self):
         self.write("AGENTS.md", "notes " * 100)
         app = self.app("--demo", PAICLI_CONTEXT_WINDOW="5000")
-        self.assertIn("nothing to compact", paicli.compact_now(app, ""))
+        self.assertIn("Nothing to compact", paicli.compact_now(app, ""))
         shown = dict(re.findall(r"^  (.+?) +(\d+)$", paicli.show_context(app, ""), re.M))
         self.assertEqual(["system", "project notes", "facts and lessons", "summary", "tool schemas", "conversation"], list(shown))
         self.assertEqual(("150", "0"), (shown["project notes"], shown["conversation"]))
@@ -2570,9 +2570,10 @@ class TestTerminal(Case):
         screen.handle({"type": "turn", "text": "x"})
         screen.handle({"type": "call", "tool": "read_file"})
         screen.handle({"type": "result", "tool": "read_file", "arguments": {"path": "\x1b[2J" + "a" * 99}, "ok": False,
-                       "text": "\nError: no\nmore", "seconds": 1.25})
-        self.assertRegex(self.err.getvalue(), r"^🔧 read_file\(path=\\x1b\[2Ja+… ❌ 1\.2 s  Error: no more\n$")
-        self.assertLessEqual(len(self.err.getvalue().strip()) + 2, 80)       # two signs are wide
+                       "text": "\nError: no\nmore" + " why" * 20, "seconds": 1.25})
+        self.assertRegex(self.err.getvalue(), r"^🔧 read_file\(path=\\x1b\[2Ja+… ❌ 1\.2 s  Error: no more( why){20}\n$")
+        screen.handle({"type": "result", "tool": "t", "arguments": {"x": "y" * 99}, "ok": True, "text": "x" * 99, "seconds": 0})
+        self.assertLessEqual(len(self.err.getvalue().split("\n")[1]) + 2, 80)       # two signs are wide
         screen.handle({"type": "result", "tool": "x\x1b]0;y\x07", "arguments": {}, "ok": True, "text": "Command finished (exit code: 1)\nz", "seconds": 0})
         self.assertIn("x\\x1b]0;y\\x07() ❌ 0.0 s  Command finished", self.err.getvalue())
         screen.handle({"type": "unheard of"})
@@ -2584,7 +2585,7 @@ class TestTerminal(Case):
                       {"type": "stop", "reason": "done", "text": "**Hello**"}):
             screen.handle(event)
         self.assertEqual("**Hello**\n", self.out.getvalue())
-        self.assertIn("📊 Token usage: input=156, output=89, cached=5", self.err.getvalue())
+        self.assertIn("📊 Token usage: input=156, output=89\n", self.err.getvalue())
 
     def test_a_terminal_sees_the_answer_while_it_comes(self):
         screen = self.screen(True, "Agent: ")
