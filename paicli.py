@@ -3819,8 +3819,8 @@ def _is_readable(stream, seconds):
 
 def ask(question: str, cancel: Cancel) -> str | None:
     """Return what the person answers on the terminal, None if there is none; Ctrl-C cancels."""
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return None
+    if sys.stdin.closed or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return None                                       # closed: by exit() in a tools.py
     if WINDOWS:                                           # what was typed ahead is no answer
         import msvcrt
         while msvcrt.kbhit():
