@@ -3169,181 +3169,149 @@ class Undo:
 #
 #     "/level 2" --> the table --> choose_level(app, "2") --> "Level 2: ..."
 #
-# The table is the help, the completion and the dispatch in one.  A command prints nothing; it
-# changes the app's parts, or tells of them.  Each also runs alone: paicli.py /tools.
+# The table is the completion and the dispatch in one, and a docstring's first line is what /help
+# shows: the arguments, two spaces, the help.  A command prints nothing; it changes the app's parts,
+# or tells of them.  Each also runs alone: paicli.py /tools.
 # Trap: an unknown /x must never reach the model, it is a typing error with a cost.
-# To add one: write the function, add a line to the table.
+# To add one: write the function, add it to the table.
 # Tests: TestCommands (exercise, 1 of 3 stars).  Try: /help.
 
 
-def commands() -> dict[str, tuple]:
-    """Return the table: name -> (function, arguments, help)."""
-    return {
-        "/help": (show_help, "", "this list"),
-        "/clear": (clear_history, "", "start a new conversation"),
-        "/model": (choose_model, "[NAME]", "show the models; use PROVIDER[:MODEL] or URL#MODEL"),
-        "/level": (choose_level, "[N]", "what runs unasked: 1 reads, 2 writes, 3 commands"),
-        "/policy": (show_policy, "[revoke N]", "what is allowed always, the rules, the sandbox"),
-        "/audit": (show_audit, "[N]", "the last N decisions and how they ended"),
-        "/undo": (undo_turn, "", "restore the files that the last turn wrote"),
-        "/sessions": (list_sessions, "", "this folder's conversations"),
-        "/resume": (lambda app, number: app.memory.resume(number or "last"), "[ID]",
-                    "go on with the last one, or with that one"),
-        "/context": (show_context, "", "what the next request holds, in tokens"),
-        "/compact": (compact_now, "", "summarise all but the last rounds now"),
-        "/memory": (list_facts, "", "what is known for this folder: facts and lessons"),
-        "/save": (save_fact, "[--global] FACT", "remember a fact, here or everywhere"),
-        "/forget": (forget_fact, "N", "forget it again"),
-        "/tools": (list_tools, "[reload]", "list the tools; load tools.py and tools.json again"),
-        "/trace": (switch_trace, "[on|off]", "show each request and reply, for learners"),
-        "/exit": (leave, "", "leave; so do /quit and Ctrl-D"),
-    }
+def commands() -> dict[str, Callable]:
+    """Return the table: name -> function."""
+    return {"/help": show_help, "/clear": clear_history, "/model": choose_model,
+            "/level": choose_level, "/policy": show_policy, "/audit": show_audit,
+            "/undo": undo_turn, "/sessions": list_sessions, "/resume": resume_session,
+            "/context": show_context, "/compact": compact_now, "/memory": list_facts,
+            "/save": save_fact, "/forget": forget_fact, "/tools": list_tools,
+            "/trace": switch_trace, "/exit": leave, "/quit": leave}
 
 
 def run_command(app, line: str) -> str:
     """Run "/name arguments" and return its text.  Raises ConfigError for an unknown name."""
     name, _, arguments = line.strip().partition(" ")
-    name = "/exit" if name == "/quit" else name
     table = commands()
     if name not in table:
         raise ConfigError(f"no command {name}{did_you_mean(name, table) or '; see /help'}")
-    return table[name][0](app, arguments.strip())
+    return table[name](app, arguments.strip())
 
 
 def show_help(app, arguments: str) -> str:
-    """List the commands."""
-    lines = [f"  {name + ' ' + usage:23} {help_}" for name, (_, usage, help_) in commands().items()]
-    more = ("Or type a question or a task. @path puts a file into it; "
-            'three quotes """ begin and end one of several lines; Ctrl-C stops a turn.')
-    return "\n".join(["Commands:", *lines, more])
+    """This list."""
+    lines = ["Commands:"]
+    for name, function in commands().items():
+        usage, _, help_ = function.__doc__.split("\n")[0].rpartition("  ")
+        lines.append(f"  {name + ' ' + usage:23} {help_}")
+    return "\n".join([*lines, "Or type a question or a task. @path puts a file into it; three "
+                      'quotes """ begin and end one of several lines; Ctrl-C stops a turn.'])
 
 
 def clear_history(app, arguments: str) -> str:
-    """Forget the conversation."""
-    app.agent.memory.clear()
+    """[all]  Start a new conversation; all: delete this folder's old ones."""
+    if arguments == "all":
+        app.memory.delete_all()
+        return "Conversation history cleared."
+    app.memory.clear()
     return "🗑️ History cleared: a new conversation; the one before is in /sessions."
 
 
 def leave(app, arguments: str) -> str:
-    """Have the REPL end."""
+    """Leave; so does Ctrl-D."""
     app.is_over = True
     return "Bye."
 
 
 def choose_model(app, arguments: str) -> str:
-    """Show the providers, or change the model."""
-    if arguments:
-        notice = app.use_model(arguments)
-        p = app.agent.model.provider
-        return f"Model: {p.name}, {p.model} at {p.base_url}" + (f"\n⚠️ {notice}" if notice else "")
-    lines = []
-    for p in PROVIDERS.values():
-        not_ = "" if app.config.get(p.prefix + "_API_KEY") else "not "
-        key = f"{p.prefix}_API_KEY is {not_}set" if p.needs_key else "needs no key"
-        lines.append(f"  {p.name:11} {p.model:18} {key}")
-    current = getattr(app.agent.model, "provider", None)
-    now = f"{current.name}, {current.model}" if current else "the demo model, keyword rules"
-    if current and current.needs_key and not current.api_key:
-        now += f"; {current.prefix}_API_KEY is not set"
-    return "\n".join([f"Model: {now}. Another: /model PROVIDER[:MODEL] or URL#MODEL", *lines])
+    """[NAME]  Show the model, or use another: PROVIDER[:MODEL] or URL#MODEL."""
+    notice = app.use_model(arguments) if arguments else ""
+    now = getattr(app.agent.model, "provider", None)
+    name = f"{now.name}, {now.model} at {now.base_url}" if now else "the demo model, keyword rules"
+    others = f"Others: /model PROVIDER[:MODEL] ({', '.join(PROVIDERS)}) or URL#MODEL"
+    return "\n".join(filter(None, [f"Model: {name}", notice, others]))
 
 
 def choose_level(app, arguments: str) -> str:
-    """Show or change what runs without asking."""
-    if arguments:
-        if arguments not in ("1", "2", "3"):
-            raise ConfigError("the level is 1 (read), 2 (write) or 3 (execute)")
+    """[N]  What runs unasked: 1 reads, 2 writes, 3 commands."""
+    if arguments in ("1", "2", "3"):
         app.approver.level = int(arguments)
     now = app.approver.level
-    asked = "you are asked above that" if now < 3 else "you are asked only where a rule says so"
-    return f"Level {now}: runs unasked up to {LEVELS[now]}; {asked}."
+    return f"Level {now}: runs unasked up to {LEVELS[now]}, unless a rule says to ask."
 
 
 def list_tools(app, arguments: str) -> str:
-    """List the tools, after loading the person's own again if asked to."""
+    """[reload]  List the tools; load tools.py and tools.json again."""
     said = load_plugins(app) if arguments == "reload" else []
     return "\n".join([f"  {t.level} {t.name:16} {one_line(t.description, 90)}"
                       for t in app.agent.toolbox.tools.values()] + said)
 
 
 def show_policy(app, arguments: str) -> str:
-    """List what runs unasked, or take an "always" back."""
-    word, _, number = arguments.partition(" ")
-    grants = app.approver.grants
-    if word:
-        if word != "revoke" or number not in map(str, range(1, len(grants) + 1)):
-            raise ConfigError("usage: /policy, or /policy revoke N with a number from its list")
-        return f"No longer allowed always: {visible(grants.pop(int(number) - 1))}"
+    """[revoke N]  What is allowed always, the rules, the sandbox."""
+    numbered = {f"revoke {n}": grant for n, grant in enumerate(app.approver.grants, 1)}
+    if arguments in numbered:
+        app.approver.grants.remove(numbered.pop(arguments))
     rules = dict.fromkeys(f"  {verdict:6} whatever {why}" for *_, verdict, why in RULES)
-    allowed = [f"  {n}. {visible(grant)}" for n, grant in enumerate(grants, 1)] or ["  nothing"]
-    sandbox = " ".join(app.shell.sandbox) or "none: set PAICLI_SANDBOX (see the README)"
-    return "\n".join([choose_level(app, ""), "Always allowed in this session:", *allowed,
-                      "Rules for commands, at any level (and below level 3, the file tools ask "
-                      "before they write .git, .paicli or .env):", *rules,
-                      "Rules are a speed bump, not a sandbox: programs can hide from them.",
-                      f"Sandbox: {sandbox}"])
+    allowed = [f"  {visible(grant)} (/policy {how})" for how, grant in numbered.items()]
+    return "\n".join(["Always allowed in this session:", *(allowed or ["  nothing"]),
+                      "Rules, a speed bump and not a sandbox, for programs can hide from them:",
+                      *rules, f"PAICLI_SANDBOX: {' '.join(app.shell.sandbox) or 'none'}"])
 
 
 def show_audit(app, arguments: str) -> str:
-    """Show the last decisions."""
-    if arguments and not arguments.isdecimal():
-        raise ConfigError("usage: /audit N, with a number")
+    """[N]  The last N decisions and how they ended."""
     lines = []
-    for c in app.audit.last(int(arguments or 10)):
+    for c in app.audit.last(int(arguments) if arguments.isdecimal() else 10):
         end = {True: "✅", False: "❌"}.get(c.get("ok"), "… no result")
-        asked = f"{c['tool']} {one_line(c['arguments'], 60)}"
-        outcome = one_line(c.get("outcome", ""), 60)
-        lines.append(f"{c['time'][:19]} {asked}: {c['decision']} by {c['by']} {end} {outcome}")
+        lines.append(f"{c['time'][:19]} {c['tool']} {one_line(c['arguments'], 60)}: "
+                     f"{c['decision']} by {c['by']} {end} {one_line(c.get('outcome', ''), 60)}")
     return "\n".join(lines) or "Nothing yet: only what may change something is recorded."
 
 
 def undo_turn(app, arguments: str) -> str:
-    """Restore what the last turn wrote."""
-    lines = app.undo.undo()
-    if not lines:
-        return "In this conversation the file tools have written nothing that can be undone."
-    return "\n".join([*lines, "What commands did stays as it is."])
+    """Restore the files that the last turn wrote."""
+    return "\n".join(app.undo.undo()) or "The file tools wrote nothing that can be undone."
 
 
 def list_sessions(app, arguments: str) -> str:
-    """List this folder's conversations."""
+    """This folder's conversations."""
     return "\n".join(f"{'*' if id_ == app.memory.session_id else ' '} {id_:4}  {time_}  "
                      f"{n} messages  {title}" for id_, time_, n, title in app.memory.sessions()) \
         or "No conversation was held in this folder."
 
 
+def resume_session(app, arguments: str) -> str:
+    """[ID]  Go on with the last conversation, or with that one."""
+    return app.memory.resume(arguments or "last")
+
+
 def show_context(app, arguments: str) -> str:
-    """Show the layers of the next request."""
-    agent, notes = app.agent, app.project_notes
-    schemas = json.dumps(agent.toolbox.schemas(), ensure_ascii=False)
-    sizes = {"system": max(0, estimate_tokens(agent.system) - estimate_tokens(notes)),
-             "project notes": estimate_tokens(notes),
-             "facts and lessons": estimate_tokens(agent.known),
-             "summary": estimate_tokens(app.memory.background()),
-             "tool schemas": estimate_tokens(schemas),
-             "conversation": message_tokens(app.memory.messages())}
-    n_tokens, window = app.compact.n_tokens(agent), getattr(agent.model, "window", 0)
-    left = f"{max(0, window - n_tokens)} of {window} are left" if window else \
-        "the model's window is not known (PAICLI_CONTEXT_WINDOW)"
-    return "\n".join([f"  {name:18} {n:8}" for name, n in sizes.items()] +
-                     [f"About {n_tokens} tokens go with the next request; {left}."])
+    """What the next request holds, in tokens."""
+    agent = app.agent
+    layers = {"system": agent.system.replace(app.project_notes, ""),
+              "project notes": app.project_notes, "facts and lessons": agent.known,
+              "summary": app.memory.background(),
+              "tool schemas": json.dumps(agent.toolbox.schemas(), ensure_ascii=False)}
+    sizes = {name: estimate_tokens(text) for name, text in layers.items()}
+    sizes["conversation"] = message_tokens(app.memory.messages())
+    window = getattr(agent.model, "window", 0)
+    sizes["left"] = max(0, window - app.compact.n_tokens(agent)) if window else "unknown"
+    return "\n".join(f"  {name:18} {n:>8}" for name, n in sizes.items())
 
 
 def compact_now(app, arguments: str) -> str:
-    """Summarise all but the last rounds."""
-    is_shorter = app.compact(app.agent, app.cancel, must=True)
-    return "Done." if is_shorter else "There is nothing to compact."
+    """Summarise all but the last rounds now."""
+    return "Done." if app.compact(app.agent, app.cancel, must=True) else "Nothing to compact."
 
 
 def list_facts(app, arguments: str) -> str:
-    """List the facts and lessons that count here."""
+    """What is known for this folder: facts and lessons."""
     return "\n".join(f"  {id_}. {kind}{' (everywhere)' if is_global else ''}: {text}"
                      for id_, kind, is_global, text in app.facts.all()) \
         or "Nothing is known yet: /save FACT"
 
 
 def save_fact(app, arguments: str) -> str:
-    """Remember a fact."""
+    """[--global] FACT  Remember a fact, here or everywhere."""
     word, _, rest = arguments.partition(" ")
     text = rest.strip() if word == "--global" else arguments
     if not text:
@@ -3353,14 +3321,14 @@ def save_fact(app, arguments: str) -> str:
 
 
 def forget_fact(app, arguments: str) -> str:
-    """Forget a fact or lesson."""
+    """N  Forget a fact or lesson."""
     if not app.facts.forget(arguments):
         raise ConfigError(f"there is no fact {arguments}; usage: /forget N, a number of /memory")
     return "Forgotten."
 
 
 def switch_trace(app, arguments: str) -> str:
-    """Turn the showing of requests and replies on or off."""
+    """[on|off]  Show each request and reply, for learners."""
     app.trace = {"on": True, "off": False}.get(arguments, not app.trace)
     return f"Trace is {'on' if app.trace else 'off'}."
 
@@ -3368,46 +3336,42 @@ def switch_trace(app, arguments: str) -> str:
 def load_plugins(app) -> list[str]:
     """Load tools.py and tools.json of PAICLI_HOME and of the folder; return notices.
 
-    Those of the folder need the person's trust, and are level 3.  A file that does not load costs
-    only its own tools.
+    Those of the folder need the person's trust, and are level 3.
     """
     app.agent.toolbox.remove(app.plugin_names)
     app.plugin_names, notices = [], []
     home, folder = os.path.realpath(app.config.home), os.path.join(app.config.cwd, ".paicli")
     places = [(home, 1)] + [(folder, 3)] * (os.path.realpath(folder) != home)
     for (base, level), name in itertools.product(places, ("tools.py", "tools.json")):
-        path, source = os.path.join(base, name), None
+        path = os.path.join(base, name)
         if not os.path.isfile(path):
             continue
-        if level == 3:
-            source = app.trust.read(path, "would run code on this machine")
-            if source is None:
-                notices.append(f"{path} is not loaded: it needs your trust")
-                continue
         try:
+            source = app.trust.read(path, "would run code here") if level == 3 else None
+            if level == 3 and source is None:
+                raise ConfigError(f"{path} is not loaded: it needs your trust")
             loaded = tools_from_module(path, level, source) if name == "tools.py" else \
                 tools_from_json(path, app.shell.run_argv, app.http, level, source)
             app.agent.toolbox.add(loaded)
             app.plugin_names += [t.name for t in loaded]
-        except ConfigError as e:
+        except ConfigError as e:         # it costs only the tools of this file
             notices.append(str(e))
-    app.agent.system = system_prompt(app.config.cwd, app.agent.toolbox.tools,
-                                     app.project_notes)
+    app.agent.system = system_prompt(app.config.cwd, app.agent.toolbox.tools, app.project_notes)
     return notices
 
 
 def trust_env(app) -> None:
     """Ask about a ./.env that sends what you write to a stranger's host; if yes, it counts."""
-    settings, sent = app.config.settings, {}
-    for name, s in settings.items():
-        if re.fullmatch(r"PAICLI_MODEL|SEARXNG_URL|\w+_BASE_URL", name) and "://" in s.value:
-            with contextlib.suppress(ConfigError):        # not a URL: that is said where it is used
-                sent.update({name: s.value} if is_strangers_host(s) else {})
-    what = "sets " + ", ".join(f"{name} to {url}" for name, url in sent.items())
-    content = sent and app.trust.read(os.path.join(app.config.cwd, ".env"), what)
-    values = parse_dotenv((content or b"").decode("utf-8-sig", "replace"))[0]
-    if sent and all(values.get(name) == url for name, url in sent.items()):
-        trusted = {name: s._replace(source="your ./.env") if s.source == "./.env" else s
+    settings = app.config.settings
+    used = ["PAICLI_MODEL", "SEARXNG_URL", "EMBEDDING_BASE_URL",
+            *(p.prefix + "_BASE_URL" for p in PROVIDERS.values())]
+    sent = [f"{name} to {settings[name].value}" for name in used
+            if "://" in app.config.get(name) and is_strangers_host(settings[name])]
+    content = sent and app.trust.read(os.path.join(app.config.cwd, ".env"),
+                                      "sets " + ", ".join(sent))
+    if content:                          # what counts from now on is what was shown
+        shown = parse_dotenv(content.decode("utf-8-sig", "replace"))[0]
+        trusted = {name: Setting(shown.get(name, ""), "your ./.env") if s.source == "./.env" else s
                    for name, s in settings.items()}
         app.config = app.config._replace(
             settings=trusted, model=trusted.get("PAICLI_MODEL", app.config.model))
@@ -3446,14 +3410,12 @@ BANNER = r"""
  | |_) / _` | | |   | |    | |
  |  __/ (_| | | |___| |___ | |
  |_|   \__,_|_|\____|_____|___|
-"""
-TIPS = "💡 Tips: type a question or a task; /help shows more; exit or Ctrl-D leaves."
+💡 Tips: type a question or a task; /help shows more; exit or Ctrl-D leaves."""
 HELP = """usage: paicli.py [options] [MESSAGE...]     no message: the REPL
        paicli.py [options] /COMMAND [ARGS]  a REPL command, run once (see /help)
        echo MESSAGE | paicli.py [options]   the message from a pipe
 
-  --demo          the scripted demo model: no key, no network, level 3 in this folder; without a
-                  message and a terminal it plays four examples in a temporary folder
+  --demo          the scripted demo model: no key, no network, level 3 in this folder
   --model M       PROVIDER[:MODEL] ({providers}) or URL#MODEL
   --level N       run unasked up to level N: 1 reads, 2 writes, 3 commands (default 1)
   --yes           the same as --level 3
@@ -3476,69 +3438,45 @@ def fit(text: str, columns: int) -> str:
     """Return as much of the text as surely fits, with … for what does not."""
     # Wide characters begin at U+1100.  Not all from there on are wide: too short harms nobody.
     ends = list(itertools.accumulate(2 if ch >= "\u1100" else 1 for ch in text))
-    room = max(1, columns)
-    if not ends or ends[-1] <= room:
+    if not ends or ends[-1] <= columns:
         return text
-    n = sum(end < room for end in ends)                   # the … takes a column
+    n = sum(end < columns for end in ends)                # the … takes a column
     while n and not (text[n].isascii() or text[n].isalnum()):
         n -= 1                           # never between the parts of an emoji, a flag, an é
     return text[:n] + "…"
 
 
-# **bold** or `code`; the ** of a path (src/**/*.py) or a power (x**2) begins nothing.
-PAIR = r"\*\*(?![\s/\d])([^*]+)(?<!\s)\*\*|`([^`]+)`"
-UNSURE = r"^\s*(?:[#`]|$)|[*`]|$"                         # what follows may become a mark
-MAX_HELD = 300                           # characters it waits for that
-
-
 class Markdown:
-    """Styles one streamed answer: headings, **bold**, `code`, fences.
+    """Colours one streamed answer: headings, **bold**, `code`, fences.
 
-    Text is shown as it comes; from a mark on it waits until the mark is closed or the line ends,
-    for only a pair on one line is a style: a lone mark is to be read.
+    The marks stay: nothing waits for its end or is lost by a lone mark, which colours the rest of
+    its line at most, and what is copied from the screen is Markdown still.
     """
+    MARKS = {**dict.fromkeys(("#", "##", "###", "**"), "bold"), "`": "cyan", "```": "cyan"}
 
-    def __init__(self, style: Callable[[str, str], str] | None):
-        self._style = style              # (name, text) -> text; None: all stays as it is
-        self._held = ""                  # the end of the text, not shown yet
-        self._has_begun = False          # part of the last line is shown
-        self._is_fence = False
+    def __init__(self, style: Callable[[str, str], str]):
+        self._style = style              # (name, text) -> text
+        self._mark, self._is_start = "", True        # what is open; whether a line begins here
+        self._held = ""                  # the end of the text, if it may be half a mark
 
     def feed(self, text: str) -> str:
         """Return what can be shown now; after a newline, that is everything."""
-        if not self._style:
-            return text
-        *lines, rest = (self._held + text).split("\n")
-        out = []
-        for line in lines:
-            out.append(self._show(line) + "\n")
-            self._has_begun = False
-        unpaired = re.sub(PAIR, lambda m: "x" * len(m[0]), rest)
-        n_sure = 0 if self._is_fence else re.search(UNSURE, unpaired).start()
-        if len(rest) > MAX_HELD:
-            n_sure = len(rest)
-        self._held = rest[n_sure:]
-        return "".join(out) + self._show(rest[:n_sure])
-
-    def _show(self, text):
-        is_start, self._has_begun = not self._has_begun, self._has_begun or bool(text)
-        if is_start and text.lstrip().startswith("```"):
-            self._is_fence = not self._is_fence
-            return self._style("dim", text)
-        if self._is_fence:
-            return self._style("cyan", text)
-        if is_start and re.match("#{1,6} ", text):
-            return self._bold(text.lstrip("# "))
-        return re.sub(PAIR, lambda m: self._style("cyan", m[2]) if m[2] else self._bold(m[1]), text)
-
-    def _bold(self, text):
-        return self._style("bold", re.sub(PAIR, r"\1\2", text))      # one style at a time
+        text, out = self._held + text, ""
+        sure = text.rstrip("#*`")
+        self._held = text[len(sure):]
+        for piece in filter(None, re.split(r"(#+(?= )|\*\*|```|`|\n)", sure)):
+            is_end = piece == self._mark or piece == "\n" and self._mark != "```"
+            if not self._mark and piece in self.MARKS and (self._is_start or piece[0] != "#"):
+                self._mark = piece
+            out += self._style(self.MARKS.get(self._mark, ""), piece)
+            self._mark, self._is_start = "" if is_end else self._mark, piece == "\n"
+        return out
 
 
 class Screen:
     """Draws events: the answer on `out`, all else on `err`; with --json each is a line of `out`."""
-
-    LINES = {"notice": ("ℹ️ {text}", "dim"), "error": ("❌ Error: {text}", "")}
+    LINES = {"notice": ("ℹ️ {text}", "dim"), "error": ("❌ Error: {text}", ""),
+             "trace": ("── {kind}\n{text}", "dim")}
     # event -> what is waited for from then on
     ACTIVITIES = {"turn": "🤔 Thinking...", "call": "🔧 Running {tool}...", "wait": "{text}",
                   "result": "🤔 Thinking...", "notice": "🤔 Thinking...", "stop": ""}
@@ -3549,8 +3487,7 @@ class Screen:
         self._is_json = config.json
         self._streams = bool(label) and out.isatty()      # else an answer is shown when it is whole
         self._is_live = err.isatty() and not config.is_dumb
-        self._has_color = self._is_live and config.color
-        self._marks = self.style if self._has_color and out.isatty() else None
+        self._has_color = self._is_live and config.color and out.isatty()
         self._markdown = None            # of the answer that comes
         self._activity, self._since = "", 0.0
         self._open = ""                  # what the last line holds: spinner, text, reasoning, ""
@@ -3600,7 +3537,7 @@ class Screen:
     def answer(self, text: str) -> None:
         """Write a whole answer."""
         self.settle()
-        shown = Markdown(self._marks).feed(visible(text).rstrip("\n") + "\n")
+        shown = Markdown(self.style).feed(visible(text).rstrip("\n") + "\n")
         print(shown, end="", file=self.out, flush=True)
 
     def _columns(self):
@@ -3614,7 +3551,7 @@ class Screen:
         kind, text = event["kind"], visible(event["text"])
         if self._open != kind:
             self.settle()
-            self._open, self._markdown = kind, Markdown(self._marks)
+            self._open, self._markdown = kind, Markdown(self.style)
             print(self.label if kind == "text" else "", end="", file=self.out)
         shown = self._markdown.feed(text) if kind == "text" else self.style("dim", text)
         print(shown, end="", file=self.out, flush=True)
@@ -3623,23 +3560,13 @@ class Screen:
         arguments = ", ".join(f"{k}={v}" for k, v in event["arguments"].items())
         asked = fit(f"🔧 {one_line(event['tool'], 64)}({one_line(arguments)})",
                     max(20, self._columns() // 2))
-        lines = [line for line in event["text"].split("\n") if line.strip()] or [""]
-        outcome = lines[1] if lines[0].endswith(":") and lines[1:] else lines[0]
-        has_failed = not event["ok"] or re.match(r"Command finished \(exit code: [^0]", outcome)
-        mark = "❌" if has_failed else "✅"
-        line = f"{asked} {mark} {event['seconds']:.1f} s  {one_line(outcome)}"
-        self.line(fit(line, self._columns()))
-
-    def _on_decision(self, event):
-        if event["reason"] and (event["decision"] == "allow" or event["by"] == "rule"):
-            self.line(f"🛡️ {event['reason']}")
+        text = one_line(event["text"])
+        has_failed = not event["ok"] or re.match(r"Command finished \(exit code: [^0]", text)
+        line = f"{asked} {'❌' if has_failed else '✅'} {event['seconds']:.1f} s  {text}"
+        self.line(fit(line, self._columns()) if event["ok"] else line)
 
     def _on_usage(self, event):
         self._usage = event
-
-    def _on_trace(self, event):
-        body = json.dumps(event["body"], indent=2, ensure_ascii=False)
-        self.line(f"── {event['kind']}\n{body}", "dim")
 
     def _on_stop(self, event):
         is_shown = self._streams and event["reason"] == "done"
@@ -3649,22 +3576,17 @@ class Screen:
             self.answer(self.label + event["text"])
         usage, self._usage = self._usage, None
         if usage:
-            cached = f", cached={usage['cached']}" if usage["cached"] else ""
-            about = " (estimated)" if usage["is_estimate"] else ""
-            self.line(f"📊 Token usage: input={usage['input']}, output={usage['output']}"
-                      f"{cached}{about}", "dim")
+            said = f"input={usage['input']}, output={usage['output']}"
+            self.line(f"📊 Token usage: {said}{' (estimated)' * usage['is_estimate']}", "dim")
 
 
 # ---- typing
 
-@contextlib.contextmanager
-def line_editing(history_path: str, words: Iterable[str], mask: Callable[[str], str]
-                 ) -> Iterator[None]:
+def line_editing(history_path: str, words: Iterable[str]) -> None:
     """Give input() history, and completion of `words` and @paths, where there is readline."""
     try:
         import readline
     except ImportError:                                   # Windows
-        yield
         return
     import glob
     matches = []
@@ -3677,22 +3599,10 @@ def line_editing(history_path: str, words: Iterable[str], mask: Callable[[str], 
         return matches[state] if state < len(matches) else None
     readline.set_completer(complete)
     readline.set_completer_delims(" \t\n")
-    readline.set_history_length(1000)
-    if "libedit" in (readline.__doc__ or ""):             # macOS
-        readline.parse_and_bind("bind ^I rl_complete")
-    else:
-        readline.parse_and_bind("tab: complete")
-        readline.parse_and_bind("set enable-bracketed-paste on")     # a paste comes as one text
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        readline.read_history_file(history_path)
-    try:
-        yield
-    finally:
-        for i in range(readline.get_current_history_length()):
-            readline.replace_history_item(i, mask(readline.get_history_item(i + 1) or ""))
-        with contextlib.suppress(OSError):                # for this person only
-            os.close(os.open(history_path, os.O_CREAT | os.O_WRONLY, 0o600))
-            readline.write_history_file(history_path)
+    is_libedit = "libedit" in (readline.__doc__ or "")    # macOS
+    readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
+    for line in read_text(history_path).split("\n")[-1001:-1]:
+        readline.add_history(line)
 
 
 def read_input() -> str:
@@ -3716,8 +3626,8 @@ def _is_readable(stream, seconds):
 
 def ask(question: str, cancel: Cancel) -> str | None:
     """Return what the person answers on the terminal, None if there is none; Ctrl-C cancels."""
-    if not (is_terminal(sys.stdin) and is_terminal(sys.stderr)):
-        return None
+    if sys.stdin.closed or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return None                                       # closed: by exit() in a tools.py
     if WINDOWS:                                           # what was typed ahead is no answer
         import msvcrt
         while msvcrt.kbhit():
@@ -3725,39 +3635,28 @@ def ask(question: str, cancel: Cancel) -> str | None:
     else:
         import termios
         termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
-    sys.stderr.write(question)
-    sys.stderr.flush()
+    print(question, end="", file=sys.stderr, flush=True)
     while not _is_readable(sys.stdin, 0.1):
         if cancel.is_set():
             sys.stderr.write("\n")
             return None
-    answer = sys.stdin.readline()
-    if not answer:                                        # Ctrl-D
-        sys.stderr.write("\n")
-    return answer
-
-
-def is_terminal(stream) -> bool:
-    """True if a person sits at this stream; it may be None or closed."""
-    return bool(stream) and not stream.closed and stream.isatty()
+    return sys.stdin.readline()
 
 
 # ---- wiring
 
 class App:
-    """The parts of a running PaiCLI, and what commands may change about it."""
+    """The parts of a running PaiCLI, most of them set by build()."""
 
     def __init__(self, config: Config):
         self.config, self.events = config, queue.SimpleQueue()
         self.notices = list(config.notices)               # what to tell the person at the start
-        self.trace, self.is_over = config.trace, False
+        self.trace, self.is_over = config.trace, False    # is_over: the person wants to leave
         self.plugin_names = []           # tools that came from the person's own files
         self.project_notes = ""          # AGENTS.md or CLAUDE.md of the folder
         self.http = Http(config.proxies)
         self.trust = Trust(os.path.join(config.home, "trust"), self.ask)
         self.cancel = Cancel()           # of what runs now
-        self.files = self.shell = self.agent = self.approver = None     # set by build
-        self.store = self.memory = self.facts = self.undo = self.compact = self.audit = None
 
     def mask(self, text: str) -> str:
         """Return the text without this run's secrets."""
@@ -3778,14 +3677,12 @@ class App:
     def on_event(self, event: dict) -> None:
         """Take an event of the agent: into the audit now, onto the screen when it is its turn."""
         self.audit.on_event(event)
-        said = {k: self.mask(event[k]) for k in ("text", "reason") if k in event}
-        self.events.put({**event, **said})                # the rest is masked where it comes from
+        self.events.put(map_strings(event, self.mask))
 
     def run_turn(self, text: str) -> str:
         """Run a turn, and learn from it if it ended badly.  Raises PaiError."""
         answer = self.agent.run(self.mask(with_files(self.files, text)), self.cancel)
-        is_off = self.config.get("PAICLI_LESSONS").lower() in ("off", "0", "no", "false")
-        if not is_off and not self.config.demo:
+        if self.config.get("PAICLI_LESSONS") != "off" and not self.config.demo:
             with contextlib.suppress(PaiError):           # the turn itself is over and answered
                 lesson = reflect(self.agent, self.facts, self.cancel)
                 if lesson:
@@ -3799,14 +3696,15 @@ class App:
 
     def use_model(self, choice: str = "") -> str:
         """Talk to another model from now on; return a notice or "".  Raises ConfigError."""
+        if self.config.demo and not choice:
+            return "Demo model: keyword rules, no intelligence. Level 3: commands run unasked."
         provider = choose_provider(self.config, choice)
 
         def on_trace(kind, body):
             if self.trace:
-                self.events.put({"type": "trace", "kind": kind,
-                                 "body": map_strings(body, self.mask)})
-        self.agent.model = ChatModel(self.http, provider, on_trace,
-                                     self.config.context_window)
+                text = self.mask(json.dumps(body, indent=2, ensure_ascii=False))
+                self.events.put({"type": "trace", "kind": kind, "text": text})
+        self.agent.model = ChatModel(self.http, provider, on_trace, self.config.context_window)
         return provider.notice
 
     def close(self) -> None:
@@ -3839,9 +3737,7 @@ def build(config: Config) -> App:
     app.agent = Agent(DemoModel(), toolbox, app.memory, app.on_event, "", config.max_rounds,
                       config.token_budget, config.turn_timeout_s, app.notes, app.compact)
     trust_env(app)
-    if not config.demo:
-        app.notices.append(app.use_model())
-    app.notices += load_plugins(app)
+    app.notices += [app.use_model(), *load_plugins(app)]
     if config.resume:
         app.notices.append(app.memory.resume(config.resume))
     return app
@@ -3912,25 +3808,25 @@ def run_line(app: App, screen: Screen, line: str, is_command: bool) -> int:
 
 def repl(app: App, screen: Screen) -> int:
     """Read, do, repeat, until the person leaves; return the exit code."""
-    was_interrupted = False
-    with line_editing(os.path.join(app.config.home, "history"), commands(), app.mask):
-        while not app.is_over:
-            try:
-                line = read_input()
-            except EOFError:
-                print()
-                break
-            except KeyboardInterrupt:
-                print()
-                if was_interrupted:
-                    return 130
-                was_interrupted = True
-                print("(Ctrl-C again, or Ctrl-D, leaves)")
-                continue
-            was_interrupted = False
+    history_path, was_interrupted = os.path.join(app.config.home, "history"), False
+    line_editing(history_path, commands())
+    while not app.is_over:
+        try:
+            line, was_interrupted = read_input(), False
+        except EOFError:
+            print()
+            return 0
+        except KeyboardInterrupt:
+            print()
+            if was_interrupted:
+                return 130
+            line, was_interrupted = "", True
+            print("(Ctrl-C again, or Ctrl-D, leaves)")
+        if line:
+            with contextlib.suppress(OSError):            # an unusable home was told of
+                append_private(history_path, app.mask(line) + "\n")
             line = "/" + line if line in ("clear", "exit", "quit") else line
-            if line:
-                run_line(app, screen, line, line.startswith("/"))
+            run_line(app, screen, line, line.startswith("/"))
     return 0
 
 
@@ -3942,54 +3838,34 @@ def play_demo(config: Config) -> int:
     with tempfile.TemporaryDirectory(prefix="paicli-demo-") as folder, \
             contextlib.closing(build(config._replace(cwd=os.path.realpath(folder)))) as app:
         screen = Screen(sys.stdout, sys.stderr, config, LABEL)
-        code = 0
-        for example in DEMO_EXAMPLES:
+        for example in DEMO_EXAMPLES[:4 if shutil.which("javac") else 3]:
             print(f"\n👤 You: {example}", flush=True)
-            if "compile" in example and not shutil.which("javac"):
-                print("(left out: there is no javac here)")
-                continue
             code = run_line(app, screen, example, False)
             if code:
-                break
+                return code
         app.memory.delete_all()          # its folder is gone in a moment
-    return code
-
-
-def piped_text(wait_s: float | None) -> str:
-    """Return what was piped in; "" when not a byte comes within wait_s (None: wait for ever)."""
-    try:
-        if wait_s is not None and not _is_readable(sys.stdin, wait_s):
-            return ""
-        return sys.stdin.buffer.read().decode("utf-8", "replace").strip()
-    except OSError:                                       # open for writing only, say
-        return ""
+    return 0
 
 
 def dispatch(config: Config) -> int:
     """Do what the command line asks for; return the exit code."""
-    words, is_person = " ".join(config.words), is_terminal(sys.stdin)
+    words = "/clear all" if config.clear else " ".join(config.words)
     is_command = words.startswith("/")
-    if not is_person and not is_command and not config.clear:
-        piped = piped_text(3 if words or config.demo else None)
-        words = "\n\n".join(filter(None, (words, piped)))
-    if not words and not is_person and not config.clear:
-        if config.demo:
+    if not sys.stdin.isatty() and not is_command:
+        # A caller may leave its end open, so a message waits for more only a moment.
+        if not (words or config.demo) or _is_readable(sys.stdin, 3):
+            with contextlib.suppress(OSError):            # open for writing only, say
+                piped = sys.stdin.buffer.read().decode("utf-8", "replace").strip()
+                words = "\n\n".join(filter(None, (words, piped)))
+        if not words and config.demo:
             return play_demo(config)
-        print("Nothing to do: give a MESSAGE or pipe one in; see --help.", file=sys.stderr)
-        return 2
+        if not words:
+            raise ConfigError("nothing to do: give a MESSAGE or pipe one in; see --help")
     with contextlib.closing(build(config)) as app:
-        if config.clear:
-            app.memory.delete_all()
-            print("Conversation history cleared.")
-            return 0
-        if config.demo:
-            app.notices.append("Demo model: keyword rules, no intelligence. "
-                               f"Level 3: it runs commands in {config.cwd}")
-        if words:
-            screen = Screen(sys.stdout, sys.stderr, config)
-        else:
-            screen = Screen(sys.stdout, sys.stdout, config, LABEL)
-            print(BANNER + TIPS + "\n" + choose_model(app, "").partition(" Another")[0])
+        screen = Screen(sys.stdout, sys.stderr, config, "" if words else LABEL)
+        if not words:
+            print(BANNER, flush=True)
+            app.notices.insert(0, choose_model(app, "").split("\n")[0])
         for notice in filter(None, app.notices):
             screen.line(app.mask(notice))
         return run_line(app, screen, words, is_command) if words else repl(app, screen)
@@ -4000,19 +3876,14 @@ def main(argv: list[str] | None = None) -> int:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:                    # it was closed: >&-
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
-        stream = getattr(sys, name)
-        if hasattr(stream, "reconfigure"):                # an emoji must never be a traceback
-            is_ascii = (stream.encoding or "").lower() in ("ascii", "us-ascii", "ansi_x3.4-1968")
-            stream.reconfigure(encoding="utf-8" if is_ascii else None, errors="replace")
-    for name in ("SIGTERM", "SIGHUP"):                    # the same way out, which kills children
-        number = getattr(signal, name, None)
-        if number and signal.getsignal(number) is signal.SIG_DFL:        # not under nohup
-            signal.signal(number, lambda signum, frame: sys.exit(128 + signum))
+        getattr(sys, name).reconfigure(encoding="utf-8", errors="replace")
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(number) is signal.SIG_DFL:    # not under nohup
+            signal.signal(number, lambda signum, frame: sys.exit(128 + signum))  # kills children
     config = None
     try:
         argv = sys.argv[1:] if argv is None else argv
-        if not WINDOWS:                                   # undo what the locale made of the bytes
-            argv = [a.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for a in argv]
+        argv = [os.fsencode(a).decode("utf-8", "replace") for a in argv]     # so do these
         config = load_config(argv, dict(os.environ), os.getcwd(), os.path.expanduser("~"))
         if config.show:
             print(f"paicli {__version__}" if config.show == "version"

@@ -2303,13 +2303,16 @@ class TestCommands(Case):
         app.agent.memory.add({"role": "user", "content": "x"})
         self.assertIn("a new conversation", paicli.clear_history(app, ""))
         self.assertEqual([], app.agent.memory.messages())
+        self.assertIn("/sessions", paicli.clear_history(app, ""))
+        self.assertEqual(1, len(app.memory.sessions()))
+        self.assertEqual(("Conversation history cleared.", []), (paicli.run_command(app, "/clear all"), app.memory.sessions()))
         self.assertFalse(app.is_over)
         paicli.leave(app, "")
         self.assertTrue(app.is_over)
 
     def test_the_model_is_shown_and_changed(self):
         app = self.app(GLM_API_KEY="k" * 9)
-        self.assertRegex(paicli.choose_model(app, ""), r"^Model: glm, glm-5\.1\.(.|\n)*GLM_API_KEY is set(.|\n)*OPENAI_API_KEY is not set")
+        self.assertRegex(paicli.choose_model(app, ""), r"^Model: glm, glm-5\.1 at https://(.|\n)*/model PROVIDER.*openai, ")
         self.assertIn("qwen3:4b at http://localhost:11434", paicli.choose_model(app, "ollama:qwen3:4b"))
         self.write(".env", "ZAI_BASE_URL=https://evil.example/\n")
         self.assertIn("needs your trust", paicli.choose_model(self.app(), "zai"))
@@ -2324,7 +2327,12 @@ class TestCommands(Case):
         self.assertRegex(paicli.choose_level(app, ""), "^Level 1.*read")
         self.assertRegex(paicli.choose_level(app, "3"), "^Level 3.*execute")
         self.assertEqual(3, app.approver.level)
-        self.raises(paicli.ConfigError, "1 .read., 2", paicli.choose_level, app, "5")
+        self.assertRegex(paicli.choose_level(app, "5"), "^Level 3")
+
+    def test_trace_is_switched(self):
+        app = self.app()
+        self.assertEqual(["on", "off", "on", "on"], [paicli.switch_trace(app, a).split()[-1][:-1] for a in ("", "", "on", "on")])
+        self.assertTrue(app.trace)
 
     def test_tools_are_listed_and_loaded_again(self):
         app = self.app()
@@ -2355,13 +2363,13 @@ class TestCommands(Case):
         self.assertEqual(("bwrap", "a", "{cwd}"), tuple(app.shell.sandbox))
         app.approver.grants += ["write_file", 'execute_command {"command": "ls\x1b"}']
         shown = paicli.show_policy(app, "")
-        self.assertRegex(shown, r"(?s)^Level 2.*  1\. write_file\n  2\. execute_command .*ls.x1b.*not a sandbox.*Sandbox: bwrap")
+        self.assertRegex(shown, r"(?s)^Always.*  write_file \(/policy revoke 1\)\n  execute_command .*ls.x1b.*not a sandbox.*SANDBOX: bwrap")
         for *_, why in paicli.RULES:
             self.assertEqual(1, shown.count(" whatever " + why + "\n"), why)
-        self.assertIn("write_file", paicli.show_policy(app, "revoke 1"))
+        self.assertNotIn("write_file", paicli.show_policy(app, "revoke 1"))
         self.assertEqual(['execute_command {"command": "ls\x1b"}'], app.approver.grants)
         for wrong in ("revoke", "revoke 2", "revoke 0", "x"):
-            self.raises(paicli.ConfigError, "usage: /policy", paicli.show_policy, app, wrong)
+            self.assertIn("ls", paicli.show_policy(app, wrong))
 
     def test_the_last_decisions_are_shown(self):
         app = self.app()
@@ -2373,7 +2381,6 @@ class TestCommands(Case):
         self.assertEqual((10, 3), (len(lines), len(paicli.show_audit(app, "3").split("\n"))))
         self.assertRegex(lines[-1], r't \{"n": 11\}: allow by person ❌ Error: no')
         self.assertRegex(lines[0], r't \{"n": 2\}: allow by person … no result')
-        self.raises(paicli.ConfigError, "usage: /audit", paicli.show_audit, app, "x")
 
     def test_conversations_are_listed_resumed_and_undone(self):
         app = self.app()
@@ -2393,16 +2400,17 @@ class TestCommands(Case):
     def test_the_context_is_shown_and_compacted(self):
         self.write("AGENTS.md", "notes " * 100)
         app = self.app("--demo", PAICLI_CONTEXT_WINDOW="5000")
-        self.assertIn("nothing to compact", paicli.compact_now(app, ""))
+        self.assertIn("Nothing to compact", paicli.compact_now(app, ""))
         shown = dict(re.findall(r"^  (.+?) +(\d+)$", paicli.show_context(app, ""), re.M))
         self.assertEqual(["system", "project notes", "facts and lessons", "summary", "tool schemas", "conversation"], list(shown))
         self.assertEqual(("150", "0"), (shown["project notes"], shown["conversation"]))
+        self.assertRegex(paicli.show_context(app, ""), r"\n  left +unknown$")
         self.assertGreater(int(shown["system"]), 100)
         app.agent.model = ScriptedModel(paicli.Reply("They talked."))
         app.agent.model.window = 5000
         for n in range(30):
             app.memory.add({"role": "user", "content": f"q{n} " + "x" * 300}, {"role": "assistant", "content": "a"})
-        self.assertRegex(paicli.show_context(app, ""), r"About \d{4} tokens go with the next request; \d+ of 5000 are left")
+        self.assertRegex(paicli.show_context(app, ""), r"\n  left +[1-4]?\d{1,3}$")
         self.assertEqual("Done.", paicli.compact_now(app, ""))
         shown = dict(re.findall(r"^  (.+?) +(\d+)$", paicli.show_context(app, ""), re.M))
         self.assertGreater(int(shown["summary"]), 10)
@@ -2418,11 +2426,6 @@ class TestCommands(Case):
         self.assertEqual("  2. fact (everywhere): I am Ana", paicli.list_facts(app, ""))
         for command, wrong in ((paicli.save_fact, ""), (paicli.save_fact, "--global"), (paicli.forget_fact, "9"), (paicli.forget_fact, "")):
             self.raises(paicli.ConfigError, "usage: /", command, app, wrong)
-
-    def test_trace_is_switched(self):
-        app = self.app()
-        self.assertEqual(["on", "off", "on", "on"], [paicli.switch_trace(app, a).split()[-1][:-1] for a in ("", "", "on", "on")])
-        self.assertTrue(app.trace)
 
     def test_files_named_with_an_at_sign_join_the_message(self):
         files = paicli.FileTools(paicli.Workspace(self.folder))
@@ -2519,34 +2522,33 @@ class TestTerminal(Case):
                                       ("ab" + flag + "c", 5, "a…"), ("ab" + flag + "cd", 7, "ab" + flag + "…"), ("=" * 9, 5, "====…")):
             self.assertEqual(fitted, paicli.fit(text, columns))
 
-    def test_markdown_is_styled_however_it_is_cut(self):
-        style = lambda name, text: "".join(f"{name[0]}{c}" for c in text)
+    def test_markdown_is_coloured_however_it_is_cut_and_nothing_is_lost(self):
+        style = lambda name, text: "".join(f"{name[0]}{c}" if name and c != "\n" else c for c in text)
         bold, code = (lambda text: style("bold", text)), (lambda text: style("cyan", text))
         for text, expected in (
-                ("# Head `x`\n", bold("Head x") + "\n"), ("Hello **bold** `co**de` * a\n", f"Hello {bold('bold')} {code('co**de')} * a\n"),
-                ("**use `x`** **`ok`**\n", bold("use x") + " " + bold("ok") + "\n"), ("* item **重要**的\n", f"* item {bold('重要')}的\n"),
-                ("```py\n# x = `1`\n```\n2\n", style("dim", "```py") + "\n" + code("# x = `1`") + "\n" + style("dim", "```") + "\n2\n"),
-                *((lone, lone) for lone in ("2 ** 3 ** 4\n", "x**2 + y**2\n", "src/**/*.py, test/**/*.py\n", "`a\nb`\n", "**a\nb**\n",
-                                            "f(*a, **b) don`t\n", "#1 is # no head\n", "**" + "a" * 999 + "\n", "**\n", "a*\n"))):
+                ("# Head `x`\n", bold("# Head `x`") + "\n"), ("Hello **bold** `co**de` * a\n", f"Hello {bold('**bold**')} {code('`co**de`')} * a\n"),
+                ("* item **重要**的\n", f"* item {bold('**重要**')}的\n"), ("a\n### b\nc\n", "a\n" + bold("### b") + "\nc\n"),
+                ("```py\n# x = `1`\n```\n2\n", code("```py") + "\n" + code("# x = `1`") + "\n" + code("```") + "\n2\n"),
+                ("x**2\ny\n", f"x{bold('**2')}\ny\n"), ("don`t\n1\n", f"don{code('`t')}\n1\n"),
+                *((lone, lone) for lone in ("#1 is # no head\n", "C# is # too\n", "a*\n", "2 * 3 * 4\n"))):
             for step in (1, 2, 3, 7, 1000):
                 markdown = paicli.Markdown(style)
                 self.assertEqual(expected, "".join(markdown.feed(text[i:i + step]) for i in range(0, len(text), step)), text)
 
-    def test_text_is_shown_as_it_comes_up_to_an_open_mark(self):
-        markdown = paicli.Markdown(lambda name, text: text and f"<{text}>")
-        for text, shown in (("He", "He"), ("llo **y", "llo "), ("ou", ""), ("**, x", "<you>, x"), (" 2", " 2"), (" `a", ""),
-                            ("b" * 300, " `a" + "b" * 300), ("\n#", "\n"), (" H\n", "<H>\n"), ("``", ""), ("`\nx", "<```>\n"), ("\n", "<x>\n")):
+    def test_text_is_shown_as_it_comes_up_to_half_a_mark(self):
+        markdown = paicli.Markdown(lambda name, text: f"<{text}>" if name and text != "\n" else text)
+        for text, shown in (("He", "He"), ("llo *", "llo "), ("*you", "<**><you>"), ("**, x", "<**>, x"), (" 2", " 2"), ("\n#", "\n"), (" H\n", "<#>< H>\n")):
             self.assertEqual(shown, markdown.feed(text))
-        self.assertEqual("**a** `b", paicli.Markdown(None).feed("**a** `b"))
 
     def test_the_screen_shows_one_line_for_a_call(self):
         screen = self.screen()
         screen.handle({"type": "turn", "text": "x"})
         screen.handle({"type": "call", "tool": "read_file"})
         screen.handle({"type": "result", "tool": "read_file", "arguments": {"path": "\x1b[2J" + "a" * 99}, "ok": False,
-                       "text": "\nError: no\nmore", "seconds": 1.25})
-        self.assertRegex(self.err.getvalue(), r"^🔧 read_file\(path=\\x1b\[2Ja+… ❌ 1\.2 s  Error: no\n$")
-        self.assertLessEqual(len(self.err.getvalue().strip()) + 2, 80)       # two signs are wide
+                       "text": "\nError: no\nmore" + " why" * 20, "seconds": 1.25})
+        self.assertRegex(self.err.getvalue(), r"^🔧 read_file\(path=\\x1b\[2Ja+… ❌ 1\.2 s  Error: no more( why){20}\n$")
+        screen.handle({"type": "result", "tool": "t", "arguments": {"x": "y" * 99}, "ok": True, "text": "x" * 99, "seconds": 0})
+        self.assertLessEqual(len(self.err.getvalue().split("\n")[1]) + 2, 80)       # two signs are wide
         screen.handle({"type": "result", "tool": "x\x1b]0;y\x07", "arguments": {}, "ok": True, "text": "Command finished (exit code: 1)\nz", "seconds": 0})
         self.assertIn("x\\x1b]0;y\\x07() ❌ 0.0 s  Command finished", self.err.getvalue())
         screen.handle({"type": "unheard of"})
@@ -2558,7 +2560,7 @@ class TestTerminal(Case):
                       {"type": "stop", "reason": "done", "text": "**Hello**"}):
             screen.handle(event)
         self.assertEqual("**Hello**\n", self.out.getvalue())
-        self.assertIn("📊 Token usage: input=156, output=89, cached=5", self.err.getvalue())
+        self.assertIn("📊 Token usage: input=156, output=89\n", self.err.getvalue())
 
     def test_a_terminal_sees_the_answer_while_it_comes(self):
         screen = self.screen(True, "Agent: ")
@@ -2566,7 +2568,7 @@ class TestTerminal(Case):
         for event in ({"type": "turn"}, {"type": "delta", "kind": "reasoning", "text": "hm"}, {"type": "delta", "kind": "text", "text": "**He"},
                       {"type": "delta", "kind": "text", "text": "y** \x1b]0;x"}, {"type": "stop", "reason": "done", "text": "**Hey**"}):
             screen.handle(event)
-        self.assertEqual("\x1b[2mhm\x1b[0m\nAgent: \x1b[1mHey\x1b[0m \\x1b]0;x\n", self.out.getvalue())
+        self.assertEqual("\x1b[2mhm\x1b[0m\nAgent: \x1b[1m**\x1b[0m\x1b[1mHe\x1b[0m\x1b[1my\x1b[0m\x1b[1m**\x1b[0m \\x1b]0;x\n", self.out.getvalue())
 
     def test_a_spinner_turns_only_on_a_terminal_and_is_taken_away(self):
         screen = self.screen(True, "Agent: ")
@@ -2726,10 +2728,11 @@ class TestTerminal(Case):
         self.assertIn("caf\u00e9", self.run_in("--demo", "--json", "caf\u00e9", LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0"
                                          ).stdout.encode().decode("unicode_escape"))
         if POSIX:
-            command = f'"{sys.executable}" "{HERE / "test_paicli.py"}" run --demo hello >&-; echo $?'
-            done = subprocess.run(["sh", "-c", command], cwd=self.path("work"), stderr=subprocess.PIPE, stdout=subprocess.PIPE,
-                                  encoding="utf-8", env={**os.environ, "PAICLI_HOME": self.home, "PYTHONPATH": os.getcwd()})
-            self.assertEqual(("0", False), (done.stdout.strip(), "Traceback" in done.stderr))
+            for closed in (">&-", "<&-", "0>/dev/null"):
+                command = f'"{sys.executable}" "{HERE / "test_paicli.py"}" run --demo hello {closed}; echo $? >&2'
+                done = subprocess.run(["sh", "-c", command], cwd=self.path("work"), stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+                                      encoding="utf-8", env={**os.environ, "PAICLI_HOME": self.home, "PYTHONPATH": os.getcwd()})
+                self.assertEqual((["0"], False), (done.stderr.split()[-1:], "Traceback" in done.stderr), closed)
             command = f'"{sys.executable}" "{HERE / "test_paicli.py"}" run --demo hello | true'
             done = subprocess.run(["sh", "-c", command], cwd=self.path("work"), stderr=subprocess.PIPE, encoding="utf-8",
                                   env={**os.environ, "PAICLI_HOME": self.home, "PYTHONPATH": os.getcwd()})
