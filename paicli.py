@@ -2356,7 +2356,7 @@ def _same(arguments):
 # In: a tool and its arguments.  Out: Decision(allow | deny | edit, reason, arguments).  Every
 # decision above level 1, and how it ended, is a line of the audit.
 # Trap: the shell reads `r''m -rf "$HOME"/` as what it is; a rule that looks at the text does not.
-# So a command is first taken apart as a shell would, and each simple command in it is judged.
+# So quotes are taken away first, variables looked up, and each simple command is judged alone.
 # Simplified: rules are a speed bump in front of the question, not a sandbox: any interpreter can
 # hide anything from them.  PAICLI_SANDBOX puts a real one (bwrap, docker) around each command.
 # Tests: TestApproval (exercise, 3 of 3 stars).  Try: /policy, /audit, PAICLI_LEVEL.
@@ -2365,38 +2365,34 @@ WRITERS = ("write_file", "edit_file", "create_project")             # shown as a
 
 _SHELL = r"(?:ba|da|a|z|k|fi)?sh"
 _RUNS = rf"(?:{_SHELL}|python[\d.]*|perl|ruby|node|php)"
-_ALL = r"(?=.* (?:-\w*[rR]|--r))"
+_ALL = r"(?=[^|]* (?:-\w*[rR]|--r))"
 _DISK = r"/dev/(?:[shv]d[a-z]|xvd|nvme|mmcblk|r?disk|mapper/|dm-|md\d)"
-# (parts of which one is in it, what it looks like, verdict, why) of a simple command.  It is
-# matched from its start, with quotes and variables resolved and the program's folder left out.
-# "/" stands for any path whose loss is a catastrophe (the disk, a system folder, the home, what
-# they lie in), "." for the workspace.  What reads a pipe has the commands before it in front:
-# "curl x | sh".  "text: " is followed by all as written.
+# What a simple command looks like, verdict, why.  It is matched from its start, with quotes and
+# variables resolved and the program's folder left out.  "/" stands for any path whose loss is a
+# catastrophe (the disk, a system folder, the home, what they lie in), "." for the workspace.  What
+# reads a pipe, $(...) or <(...) has the commands on the other side of it in front: "curl x | sh".
 RULES = (
-    ("rm", rf"rm{_ALL}.* [/.](?= |$)|.* /(?: .*)? \| xargs (?:.* )?rm(?= |$)",
+    (rf"rm{_ALL}[^|]* [/.](?= |$)|(?=.* \| xargs (?:.* )?rm(?: |$)).* /(?= )",
      "refuse", "deletes a whole disk, home or workspace"),
-    ("find", r"find(?: -[HLP])*(?: [/.])*(?: -(?:x?dev|mount|depth|\w*depth \d+|type \w))* "
+    (r"find(?: -[HLP])*(?: [/.])*(?: -(?:x?dev|mount|depth|\w*depth \d+|type \w))* "
      r"-(?:delete|exec (?:\S*/)?rm(?= |$))", "refuse", "deletes a whole disk, home or workspace"),
-    ("mk wipefs blkdiscard format",
-     r"(?:mkfs(?:\.\w+)?|mke2fs|mkswap|wipefs|blkdiscard)(?= |$)|format [a-z]:",
+    (r"(?:mkfs(?:\.\w+)?|mke2fs|mkswap|wipefs|blkdiscard)(?= |$)|format [a-z]:",
      "refuse", "formats a disk"),
-    ("/dev/", rf"(?:.* )?(?:of=|&?>[>|¦]? ){_DISK}|(?:cp|mv)\b.* {_DISK}\S*$|"
-     rf"(?:tee|shred)\b.* {_DISK}", "refuse", "overwrites a disk"),
-    ("()", r"text: (?:.* )?(:|\w{1,40}) \(\) \{ \1 ¦ \1 &", "refuse", "is a fork bomb"),
-    ("shutdown reboot halt poweroff init kill",
-     r"(?:shutdown|reboot|halt|poweroff)(?= |$)|(?:tel)?init [06]|kill (?:-\S+ (?:\w+ )?)+-1$"
+    (rf".*(?: of=|>[>&¦]? ){_DISK}|(?:cp|mv)\b.* {_DISK}\S*$|(?:tee|shred)\b.* {_DISK}",
+     "refuse", "overwrites a disk"),
+    (r"(:|\w+) \| \1$", "refuse", "is a fork bomb"),
+    (r"(?:shutdown|reboot|halt|poweroff)(?= |$)|(?:tel)?init [06]|kill (?:-\S+ (?:\w+ )?)+-1$"
      r"|systemctl (?:-\S+ )*(?:poweroff|reboot|halt)", "refuse", "ends all that runs here"),
-    ("| curl wget", rf".*\b(?:curl|wget|base64|xxd|openssl)\b.* \| {_RUNS}(?: -(?![cem])\S*)*$"
+    (rf".*\b(?:curl|wget|base64|xxd|openssl)\b.* \| {_RUNS}(?: -(?![cem])\S*)*$"
      rf"|.* \| {_SHELL}(?: -(?![cn])\S*)*(?: -s .*)?$"
-     rf"|text: .*\b(?:{_SHELL}|source|\.)(?: -\S+)* < \( (?:curl|wget)"
-     rf"|(?:{_SHELL}|eval) .*(?:\$\(|`) *(?:curl|wget)",
+     rf"|(?:{_SHELL}|eval|source|\.) .*(?:[$<] \||\$\(|`) *(?:curl|wget)",
      "ask", "runs what comes out of a pipe or a download"),
-    ("do su pkexec runas", r"(?:sudo|doas|su|pkexec|runas)(?= |$)", "ask", "asks for more rights"),
-    ("push", r"git (?:-\S+ (?:[^-]\S* )?)*push(?=.* (?:-\w*[fd](?= |$)|"
+    (r"(?:sudo|doas|su|pkexec|runas)(?= |$)", "ask", "asks for more rights"),
+    (r"git (?:-\S+ (?:[^-]\S* )?)*push(?=.* (?:-\w*[fd](?= |$)|"
      r"--(?:force|mirror|delete|prune)|[+:]\S))", "ask", "overwrites what others may have"),
-    ("ch", rf"(?:chmod|chown|chgrp){_ALL}.* /(?= |$)", "ask", "changes a whole disk or home"),
-    ("mv", r"mv (?:.* )?/(?= )", "ask", "moves a whole disk or home"),
-    (" /", r"[$-].* /(?= |$)", "ask", "has a program name that only the shell will know"),
+    (rf"(?:chmod|chown|chgrp){_ALL}[^|]* /(?= |$)|mv (?:[^|]* )?/(?= )",
+     "ask", "moves or changes a whole disk or home"),
+    (r"[$-][^|]* /(?= |$)", "ask", "has a program name that only the shell will know"),
 )
 # Commands that run another one.  Options of theirs may stand between, so each later word is tried.
 _WRAPPERS = set("sudo doas pkexec command builtin exec env nohup nice ionice time timeout xargs "
@@ -2405,63 +2401,22 @@ _WRAPPERS = set("sudo doas pkexec command builtin exec env nohup nice ionice tim
 _KEYWORDS = set("then do else elif if while until ! { export local declare typeset "
                 "readonly".split())
 
-_SHELL_TOKEN = r"""(?xs)
-    (?P<blank> [ \t\r]+ | \\\r?\n | (?<![^\s;&|()]) \#[^\n]* )
-  | (?P<end> \n | ;;? | &&? (?!>) | \|[|&]? | [()`] )
-  | (?P<redirect> &?>[>&|]? | <<-(?!<) | <<?<?&? )
-  | (?P<word> (?: \\. | '[^']*' | "(?:\\.|[^"\\])*" | \$'(?:\\.|[^'\\])*'
-                | [^\s;&|()`<>'"\\] )+ )"""
-_QUOTED = r"""(?xs) \\(.) | '([^']*)' | "((?:\\.|[^"\\])*)" | \$'((?:\\.|[^'\\])*)'"""
+# What the shell takes as it is, or leaves out.  An unquoted here-document may have $(...) in it.
+_QUOTED = r"""(?xsm)
+    (?P<nothing> (?<![^\s;&|()]) \#[^\n]* | \\\r?\n )
+  | \d*<<-?[ ]* (?P<mark>['"\\]?)(?P<name>[\w-]+)['"]? (?P<rest>[^\n]*)\n
+    (?P<document> .*? ) ^\t*(?P=name)\r?$
+  | (?P<redirect> (?:\d*[<>]|&>) [<>&|]* )
+  | \\(?P<escaped> . ) | '(?P<plain> [^']* )' | \$'(?P<ansi> (?:\\.|[^'\\])* )'
+  | "(?P<double> (?:\\.|[^"\\])* )" """
 # The way models write a long message: "$(cat <<'EOF' ...)".  Nothing in it runs.
-_DOCUMENT = r"(?sm)\"\$\(cat <<-?[ ]*['\"\\](\w+)['\"]?\n.*?^\s*\1\s*\)\""
-
-
-def split_shell(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the simple commands of a shell text: (what stands before it, its words as written).
-
-    "(cd x && ls 'a b') | wc" -> ("(", ["cd", "x"]), ("&&", ["ls", "'a b'"]), (")|", ["wc"]).
-    A here-document is a word of its command.  Raises ValueError for a quote that does not end.
-    """
-    before, words, at, documents = "", [], 0, []
-    while at < len(text):
-        match = re.compile(_SHELL_TOKEN).match(text, at)
-        if not match:
-            raise ValueError("a quote does not end")
-        token, at = match[0], match.end()
-        if match.lastgroup == "end":
-            for name in documents if token == "\n" else ():
-                last = re.escape(re.sub(r"[$'\"\\]", "", name))
-                body = re.compile(rf"(.*?)^\t*{last}\r?$", re.S | re.M).match(text, at)
-                if body:                 # in an unquoted one, $(...) runs
-                    is_text = re.search(r"['\"\\]", name)
-                    quote, escaped = ("'", "'\\''") if is_text else ('"', '\\"')
-                    words.append(quote + body[1].replace(quote, escaped) + quote)
-                    at = body.end()
-            documents = [] if token == "\n" else documents
-            if words:
-                yield before, words
-                before, words = "", []
-            before += token
-        elif match.lastgroup != "blank":
-            if words and words[-1] in ("<<", "<<-"):
-                documents.append(token)
-            words.append(token)
-    if words:
-        yield before, words
-
-
-def _up_to_its_bracket(text):
-    """What follows a $( -> the part before the ) that closes it."""
-    depth = at = 0
-    while at < len(text):
-        match = re.compile(_SHELL_TOKEN).match(text, at)
-        if not match:
-            raise ValueError("a quote does not end")
-        at = match.end()
-        depth += {"(": 1, ")": -1}.get(match["end"], 0)
-        if depth < 0:
-            return text[:at - 1]
-    return text
+_MESSAGE = r"(?sm)\"\$\(cat <<-?[ ]*['\"\\](\w+)['\"]?\n.*?^\s*\1\s*\)\""
+# `...` and $(...) in double quotes.  One of these in another is found by itself.
+_INNER = r"(?<!\\)(?:`([^`]*)`|(?=\$\((?!\()((?:[^()']|'[^']*'|\([^()]*\))*)))"
+_VARIABLE = r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?[-=]([^}]*)|[^\w}][^}]*)?\})"
+# Signs of the shell that are quoted are written as private characters, until all is split.
+_HIDE = {ord(sign): 0xE000 + ord(sign) for sign in " \t\r\n;&|()<>`$#'\","}
+_SHOW = {hidden: sign for sign, hidden in _HIDE.items()}
 
 
 class ShellReader:
@@ -2470,69 +2425,95 @@ class ShellReader:
     def __init__(self, root: str, home: str, variables: dict):
         self.root, self.home = root, home
         self.variables = variables       # name -> value, None if only the shell will know
+        self._read = set()               # texts, so that none is read twice
+        self._inner = []                 # of $(...) and `...` in double quotes, not read yet
 
     def commands(self, text: str) -> Iterator[str]:
-        """Yield each simple command as RULES want it.  Raises ValueError as split_shell does.
+        """Yield each simple command as RULES want it.  Raises ValueError if it can't be read.
 
         "cd ~ && r''m -rf *" -> "cd /", "rm -rf /"
         """
-        parts = list(split_shell(re.sub(_DOCUMENT, "text", text)))
-        written = [w for before, words in parts for w in (before, *words) if w]
-        yield "text: " + " ".join("quoted" if re.search("['\"]", w) else w for w in written
-                                  ).replace("|", "¦")
         if len(text) > 100000:
             raise ValueError("it is too long")
-        folders, pipe, assigned = [self.root], "", []
-        for before, written in parts:
-            for inner in self._substituted(written):
-                yield from self.commands(inner)
-            if "`" in before:            # x=`...`: only the shell will know
-                self.variables.update(dict.fromkeys(assigned))
+        if text in self._read:
+            return
+        self._read.add(text)
+        text = re.sub(_MESSAGE, "text", text).replace("=`", "=$`")
+        plain = re.sub(_QUOTED, self._hidden, text)
+        if re.search("['\"]", plain):
+            raise ValueError("a quote does not end")
+        while self._inner:
+            yield from self.commands("".join(self._inner.pop()))
+        folders, pipe = [self.root], ""
+        parts = re.split(r"([ \t\r]*[;&|()`\n][\s;&|()`]*)", plain)
+        for before, part in zip(["", *parts[1::2]], parts[::2]):
             folders += folders[-1:] * before.count("(")
             del folders[max(1, len(folders) - before.count(")")):]
-            words, assigned = self._begin([w for part in written for w in self._resolved(part)])
+            words = self._begin(self._words(part))
             if not words:
                 continue
             lines = list(self._with_inner(words, folders[-1]))
-            pipe = pipe if re.search(r"(?<!\|)\|&?$", before) else ""
+            is_fed = re.search(r"(?:^|[^|])\|&?[\s(]*$", before) or (
+                "(" in before and re.search(r"[$<] \| $", pipe))
+            pipe = pipe if is_fed else ""
             yield from (pipe + line for line in lines)
-            pipe = (pipe + lines[0] + " | ")[-500:]
-            folders[-1] = self._after(words, folders[-1])
+            pipe = (pipe + lines[0].partition("\n")[0] + " | ")[-200:]
+            folders[-1] = self._folder_after(words, folders[-1])
 
-    def _substituted(self, written):
-        """The texts of $(...) and `...` within double quotes."""
-        for word in written:
-            for quoted in re.findall(r"'[^']*'|\"((?:\\.|[^\"\\])*)\"", word):
-                yield from re.findall(r"(?<!\\)`([^`]*)`", quoted)
-                yield from map(_up_to_its_bracket, re.split(r"(?<!\\)\$\((?!\()", quoted)[1:])
+    def _hidden(self, match):
+        """What is quoted, without its quotes, its signs hidden."""
+        kind, text = match.lastgroup, match[match.lastgroup]
+        if kind == "nothing":
+            return ""
+        if kind == "double" or kind == "document" and not match["mark"]:
+            self._inner += re.findall(_INNER, text)
+        if kind == "double":
+            text = re.sub(r"\\([$`\"\\])", lambda m: m[1].translate(_HIDE), text)
+            return text.translate({**_HIDE, ord("$"): "$"})
+        if kind == "ansi":
+            text = text.encode("latin-1", "replace").decode("unicode_escape", "replace")
+        hidden = text.translate(_HIDE)
+        if kind == "document":           # the rest of its line comes first for the shell
+            return f" {hidden} " + re.sub(_QUOTED, self._hidden, match["rest"])
+        return f" {hidden} " if kind == "redirect" else hidden
+
+    def _words(self, part):
+        """-> the words the shell makes of a simple command"""
+        words = []
+        for word in re.sub(_VARIABLE, self._value, part).split():
+            braces = re.fullmatch(r"([^{}]*)\{([^{}]*,[^{}]*)\}([^{}]*)", word)
+            words += [braces[1] + inner + braces[3] for inner in braces[2].split(",")] \
+                if braces else [word]
+        return [word.translate(_SHOW) for word in words]
+
+    def _value(self, match):
+        known = self.variables.get(match[1] or match[2], match[3] or "")
+        return match[0] if known is None else known
 
     def _begin(self, words):
-        """-> (the words from the program's name on, the variables set before it)"""
-        assigned = []
+        """-> the words from the program's name on; variables set before it are remembered"""
         while words:
-            match = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", words[0], re.S)
-            if match:
-                self.variables[match[1]] = None if "$" in match[2] else match[2]
-                assigned.append(match[1])
-            elif words[0].isdecimal() and words[1:] and re.match("[<>]", words[1]):
-                pass                                      # the 2 of 2> file
-            elif re.fullmatch(r"&?[<>]+[&|-]?", words[0]) and words[2:]:
+            name, is_set, value = words[0].partition("=")
+            if is_set and name.isidentifier():
+                self.variables[name] = None if "$" in value else value
+            elif re.fullmatch(r"(?:\d*[<>]|&>)[<>&|]*", words[0]) and words[2:]:
                 words = words[2:] + ["", *words[:2]]      # > file comes at the end
                 continue
             elif words[0] not in _KEYWORDS:
                 break
             words = words[1:]
-        return words, assigned
+        return words
 
-    def _after(self, words, folder):
-        """The folder after a command; and what it does to variables."""
-        if words[0] in ("for", "select", "read", "printf", "getopts", "mapfile"):
-            worst = next((w for w in words[3:] if self._marked(w, folder) == "/"), None)
-            self.variables.update((w, worst) for w in words[1:] if w.isidentifier())
+    def _folder_after(self, words, folder):
+        """The folder after a command; names it gave a value to are known, or known to be unknown"""
+        if words[0] == "for" and words[1:]:
+            marks = (w for w in words[3:] if self._marked(w, folder) == "/")
+            self.variables[words[1]] = next(marks, None)
+        for name in filter(str.isidentifier, words):      # read x, printf -v x
+            self.variables.setdefault(name, None)
         if words[0] in ("cd", "pushd"):
-            to = next((w for w in words[1:] if not w.startswith("-")), "~")
-            folder = self._path("~" if re.match(r"\d?$|[<>]", to) else to, folder)
-            self.variables["PWD"] = folder
+            to = next((w for w in words[1:] if w[:1] != "-"), "~")
+            folder = self._path("~" if "<" in to or ">" in to else to, folder)
         return folder
 
     def _with_inner(self, words, folder):
@@ -2548,31 +2529,6 @@ class ShellReader:
                 for inner in (" ".join(rest), *rest):
                     if re.search(r"\s", inner):
                         yield from self.commands(inner)
-
-    def _resolved(self, word):
-        """A word as written -> the words the shell makes of it."""
-        braces = re.fullmatch(r"([^{}'\"]*)\{([^{}'\"]*,[^{}'\"]*)\}([^{}'\"]*)", word)
-        if braces:
-            return [braces[1] + part + braces[3] for part in braces[2].split(",")]
-        out, at = [], 0
-        for m in re.finditer(_QUOTED, word):
-            out.append(self._expand(word[at:m.start()]))
-            inner, at = m[m.lastindex], m.end()
-            if m.lastindex == 3:         # "double quoted"
-                inner = self._expand(re.sub(r"\\([$`\"\\\n])", r"\1", inner))
-            elif m.lastindex == 4:       # $'with escapes'
-                inner = inner.encode("latin-1", "replace").decode("unicode_escape", "replace")
-            out.append("" if m[1] == "\n" else inner)
-        text = "".join(out) + self._expand(word[at:])
-        return text.split() if word.startswith("$") or "${IFS}" in word else [text]
-
-    def _expand(self, text):
-        def value(match):
-            known = self.variables.get(match[1], match[2] or "")
-            return match[0] if known is None else known
-        # $NAME, ${NAME}, ${NAME:-default}, ${NAME%/} and the like
-        return re.sub(r"\$(?:\{(?=\w+[^\w}]?[^}]*\}))?([A-Za-z_]\w*)(?::?[-=]([^}]*)\}|[^\w}]*\}|)",
-                      value, text)
 
     def _path(self, word, folder):
         word = re.sub(r"^~(?=/|$)", lambda m: self.home, word)
@@ -2598,12 +2554,11 @@ def judge(command: str, root: str, home: str, variables: dict) -> tuple[str, str
     `root` is where it starts, `home` the person's folder, `variables` what the shell will know.
     """
     found = {"": ""}
-    reader = ShellReader(root, home, {**variables, "IFS": " ", "HOME": home, "PWD": root})
+    reader = ShellReader(root, home, {**variables, "IFS": " ", "HOME": home, "PWD": "."})
     try:
         for line in reader.commands(command):
-            for parts, pattern, verdict, why in RULES:
-                is_near = any(part in line for part in parts.split(" "))
-                if is_near and re.match(rf"(?:.* \| )?(?:{pattern})", line):
+            for pattern, verdict, why in RULES:
+                if re.match(rf"(?:.* \| )?(?:{pattern})", line):
                     found.setdefault(verdict, f"{why} ({one_line(line, 60)})")
     except (ValueError, RecursionError) as e:
         found["ask"] = f"can't be read ({e})"
