@@ -2659,17 +2659,15 @@ class Approver:
         while True:
             answer = self._ask(self._question(tool, arguments, reason, why, is_whole), cancel)
             if answer is None:
-                return Decision("deny", f"nobody is there to ask, and it {why}" if why else
-                                f"nobody is there to ask; --level {tool.level} would allow it",
-                                by="no terminal")
+                hint = f"it {why}" if why else f"--level {tool.level} would allow it"
+                return Decision("deny", f"nobody is there to ask; {hint}", by="no terminal")
             answer = answer.strip()
             word = answer.lower()
+            if word in ("a", "always") and not why:
+                self.grants.append(grant_key(tool, arguments))
+                word = "y"
             if word in ("y", "yes"):
                 return Decision(kind, "", arguments, "person")
-            if word in ("a", "always") and not why:
-                key = grant_key(tool, arguments)
-                self.grants.append(key)
-                return Decision(kind, f"from now on unasked: {key}", arguments, "person")
             if word in ("e", "edit"):
                 kind, arguments = "edit", self._edited(arguments, cancel)
                 decision, why = self._unasked(tool, arguments)
@@ -2694,13 +2692,11 @@ class Approver:
             f"\n{tool.name}{what}: {ANSWERS.replace(' [a]lways,', '') if why else ANSWERS}")
 
     def _edited(self, arguments, cancel):
-        """Return the arguments with those of one line as the person wants them."""
-        changed = dict(arguments)
-        for name, value in arguments.items():
-            if isinstance(value, str) and (name == "command" or "\n" not in value):
-                said = self._ask(f"    {name} (Enter keeps it): {visible(value)}\n    > ", cancel)
-                changed[name] = (said or "").strip() or value
-        return changed
+        """The arguments with the first one, a command or a path, as the person wants it."""
+        for name, value in list(arguments.items())[:1]:
+            said = self._ask(f"    {name} (Enter keeps it): {visible(str(value))}\n    > ", cancel)
+            return {**arguments, name: (said or "").strip() or value}
+        return arguments
 
 
 # ---- what was decided, and what is trusted
@@ -2716,11 +2712,9 @@ class Audit:
     def on_event(self, event: dict) -> None:
         """Take an event of the toolbox, masked, before the call runs and when it has ended."""
         if event["type"] == "decision" and event["level"] > 1:
-            keys = ("id", "tool", "level", "decision", "by", "reason")
             record = self._open[event["id"]] = {
-                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "session": self._session(),
-                "arguments": clip(json.dumps(event["arguments"], ensure_ascii=False), 2000),
-                **{k: event[k] for k in keys}}
+                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "session": self._session(), **event,
+                "arguments": clip(json.dumps(event["arguments"], ensure_ascii=False), 2000)}
         elif event["type"] == "result" and event["id"] in self._open:
             record = {**self._open.pop(event["id"]), "ok": event["ok"],
                       "seconds": event["seconds"], "outcome": one_line(event["text"])}
@@ -2762,12 +2756,10 @@ class Trust:
             content = _bytes_of(path)
         except OSError:                                   # not ours to read
             return None
-        real, known = os.path.realpath(path).replace("\n", "?"), read_text(self.path)
+        real = os.path.realpath(path).replace("\n", "?")
         entry = f"{_digest(content)}  {real}\n"
-        if entry in known:
+        if entry in read_text(self.path):
             return content
-        if f"  {real}\n" in known:
-            what = "has changed since you trusted it, and " + what
         shown = visible(redact(content.decode("utf-8", "replace"))).replace("\n", "\n    ")
         answer = self._ask(f"⚠️ {visible(path)} {what}. It says:\n    {shown}\n"
                            f"Do you trust {visible(os.path.basename(path))}? [y/N] ", Cancel())
