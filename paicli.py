@@ -2789,7 +2789,7 @@ class Trust:
 COMPACT_AT = 0.8                         # of the window
 KEEP = 0.3                               # of the window: the last rounds, which stay as they are
 MAX_UNDO = 1000                          # files kept as they were, of all conversations
-N_FACTS = 8                              # that join a system message, and as many lessons
+N_FACTS = 12                             # and lessons, that join a system message
 
 SUMMARY_PROMPT = """Summarise this part of a conversation between a person and a coding agent, for
 the agent's own notes, in at most 400 words. Keep exactly: what the person wants and said about
@@ -2841,13 +2841,9 @@ class Store:
         import sqlite3
         with self._lock:
             try:
-                self._db.execute("BEGIN IMMEDIATE")
-                try:
+                with self._db:                            # commits, or rolls back
+                    self._db.execute("BEGIN IMMEDIATE")
                     yield lambda sql, *values: self._db.execute(sql, values)
-                    self._db.execute("COMMIT")
-                finally:
-                    if self._db.in_transaction:           # SQLite may have rolled back already
-                        self._db.execute("ROLLBACK")
             except sqlite3.Error as e:                    # the disk is full, say
                 raise PaiError(f"the conversation can't be stored: {e}") from e
 
@@ -2942,10 +2938,8 @@ class Memory:
         self._messages = repaired(messages)
         self._last_id = rows[-1][0] if rows else None
         n_bad = len(rows) - len(messages)
-        bad = f"; {n_bad} of them can't be read and are left out" if n_bad else ""
-        last = one_line(message_text(self._messages[-1]), 100) if self._messages else ""
-        return (f"Conversation {self.session_id} goes on: {title} ({len(rows)} messages{bad})\n"
-                f"  {last}")
+        bad = f"; {n_bad} can't be read and are left out" if n_bad else ""
+        return f"Conversation {self.session_id} goes on: {title} ({len(rows)} messages{bad})"
 
     def background(self) -> str:
         """Return what joins the system message about what is no longer in messages()."""
@@ -2976,7 +2970,7 @@ class Memory:
         query: words that stood there
         """
         words, hits = keywords(query), []
-        rows = self.store.run("SELECT id, body FROM messages WHERE session_id = ? ORDER BY id",
+        rows = self.store.run("SELECT id, body FROM messages WHERE session_id = ?",
                               self.session_id)
         shown = {m.get("id") for m in self._messages}
         for m in _parsed(rows):
@@ -2984,8 +2978,8 @@ class Memory:
             n_found = len(words & keywords(text))
             if n_found and m["id"] not in shown:
                 first = min(at for at in map(text.lower().find, words) if at >= 0)
-                hits.append((n_found, m["id"], clip(text[max(0, first - 500):first + 1000], 1600)))
-        best = sorted(sorted(hits, reverse=True)[:5], key=lambda hit: hit[1])      # as it was said
+                hits.append((n_found, m["id"], text[max(0, first - 500):first + 1000]))
+        best = sorted(hits, reverse=True)[:5]
         return "\n\n".join(text for _, _, text in best) or "Nothing earlier has these words."
 
 
@@ -3066,12 +3060,9 @@ def split_history(messages: list[dict], n_tokens: int) -> tuple[list[dict], list
 
 def _ask_aside(agent, prompt, texts, cancel):
     """The model's answer to something outside the conversation; its tokens count for the turn."""
-    def on_delta(kind, text):
-        if kind == "retry":
-            agent.on_event({"type": "notice", "text": text})
     reply = agent.model.reply([{"role": "system", "content": prompt},
                                {"role": "user", "content": "\n\n".join(texts)}],
-                              [], on_delta, cancel)
+                              [], lambda kind, text: None, cancel)
     agent.usage = agent.usage.plus(reply.usage)
     return reply.text
 
@@ -3081,16 +3072,15 @@ class Compactor:
 
     def __init__(self, window: Callable[[], int], on_event: Callable[[dict], None]):
         self._window, self._on_event = window, on_event   # window() is 0 if it is not known
-        self._ratio = 1.0                # measured tokens per estimated one
-        self._no_use_below = 0           # compacting had no use; try again only above this
+        self._after = 0                  # tokens after the last time; at 1.1 of them once more
 
     def n_tokens(self, agent: Agent) -> int:
         """Return how long the next request is: measured for the last one, estimated since."""
         messages = agent.memory.messages()
         measured, n_seen = agent.memory.measured or (0, 0)
         if measured:
-            return measured + round(self._ratio * message_tokens(messages[n_seen:]))
-        return round(self._ratio * self._estimate(agent, messages))
+            return measured + message_tokens(messages[n_seen:])
+        return self._estimate(agent, messages)
 
     def _estimate(self, agent, messages):
         tools = json.dumps(agent.toolbox.schemas(), ensure_ascii=False)
@@ -3100,26 +3090,21 @@ class Compactor:
     def __call__(self, agent: Agent, cancel: Cancel, must: bool = False) -> bool:
         """Compact if it is time, or if it must be; True if less is sent now.  Raises Cancelled."""
         before, limit = self.n_tokens(agent), self._window()
-        if not must and (before < max(COMPACT_AT * limit, self._no_use_below) or not limit):
+        if not must and (before < max(COMPACT_AT * limit, 1.1 * self._after) or not limit):
             return False
         self._on_event({"type": "wait", "text": "📝 Summarising..."})
         messages = agent.memory.messages()
-        estimate = self._estimate(agent, messages)
-        before = max(before, estimate // 2)               # some servers leave out what was cached
-        self._ratio = min(4.0, before / estimate)
+        before = max(before, self._estimate(agent, messages))         # some servers count too little
         window = min(limit or before, before) if must else limit
-        old, kept = split_history(messages, int(KEEP * window / self._ratio))
+        old, kept = split_history(messages, KEEP * window)
         summary = self._summary(agent, old, window, cancel) if old else agent.memory.summary
-        agent.memory.compacted(summary, old, kept)
-        room = COMPACT_AT * window / self._ratio - self._estimate(agent, [])
-        agent.memory.compacted(summary, [], _clipped(kept, room))
-        after = self.n_tokens(agent)
-        self._no_use_below = 0
+        room = COMPACT_AT * window - self._estimate(agent, []) - estimate_tokens(summary)
+        agent.memory.compacted(summary, old, _clipped(kept, room))
+        after = self._after = self.n_tokens(agent)
         if after < before:
             self._tell(f"Compacted: about {before} tokens are {after} now, {len(old)} messages "
                        "went into the summary")
         if limit and after >= COMPACT_AT * limit:
-            self._no_use_below = after * 1.1
             self._tell(f"The instructions, tools and the current task take {after} of {limit} "
                        "tokens; compacting can't help. /clear starts a new conversation")
         return after < before
@@ -3128,42 +3113,25 @@ class Compactor:
         self._on_event({"type": "notice", "text": text})
 
     def _summary(self, agent, old, window, cancel):
-        """The old messages and the summary before them as one; if that fails, the one before."""
-        before = agent.memory.summary
+        """The old messages folded into the summary before them; if that fails, only the latter."""
+        before = summary = agent.memory.summary
         limit = min(4000, window // 2)                    # characters of one message
-        texts = [clip(t, limit) for t in [before, *map(message_text, old)] if t]
+        texts = [clip(message_text(m), limit) for m in old]
         try:
-            summary = clip(self._reduced(agent, texts, window, cancel), window)
-            if estimate_tokens(summary) < message_tokens(old) + estimate_tokens(before):
-                return summary
-            why = "the summary was no shorter"
+            while texts:                 # piece by piece, each with the summary so far
+                sizes = itertools.accumulate(map(estimate_tokens, texts))
+                n = max(1, sum(size < window / 2 for size in sizes))
+                piece, texts = [clip(summary, window), *texts[:n]], texts[n:]
+                summary = _ask_aside(agent, SUMMARY_PROMPT, piece, cancel)
+                if not summary:
+                    raise ModelError("the model gave no summary")
+            if estimate_tokens(summary) >= message_tokens(old) + estimate_tokens(before):
+                raise ModelError("the summary was no shorter")
+            return summary
         except ModelError as e:
-            why = str(e)
-        self._tell(f"{len(old)} old messages are left out, because they could not be summarised "
-                   f"({why}); the tool recall finds them")
-        return before
-
-    def _reduced(self, agent, texts, window, cancel):
-        """Map-reduce: summarise pieces that fit, then the summaries, until it is one."""
-        pieces, size = [[]], 0
-        for text in texts:
-            size += estimate_tokens(text)
-            if size * self._ratio > window / 2 and pieces[-1]:
-                pieces.append([])
-                size = estimate_tokens(text)
-            pieces[-1].append(text)
-        jobs = [functools.partial(_ask_aside, agent, SUMMARY_PROMPT, piece, cancel)
-                for piece in pieces]
-        summaries = []
-        for i in range(0, len(jobs), 4):                  # providers limit how many at once
-            summaries += run_parallel("summary", jobs[i:i + 4])
-        if not all(summaries):
-            raise ModelError("the model gave no summary")
-        if len(summaries) == 1:
-            return summaries[0]
-        if len(summaries) >= len(texts):
-            raise ModelError("the summaries did not get shorter")
-        return self._reduced(agent, summaries, window, cancel)
+            self._tell(f"{len(old)} old messages are left out, because they could not be "
+                       f"summarised ({e}); the tool recall finds them")
+            return before
 
 
 def _clipped(messages, n_tokens):
@@ -3217,13 +3185,12 @@ class Facts:
                        id_, self.folder).rowcount > 0
 
     def relevant(self, task: str) -> list[str]:
-        """Return the facts and lessons that have most words of a task; a lesson must have one."""
-        words, chosen = keywords(task), []
-        for kind, at_least in (("fact", 0), ("lesson", 1)):
-            ranked = sorted(((len(words & keywords(text)), id_, text) for id_, k, _, text
-                             in self.all() if k == kind), reverse=True)
-            chosen += [hit for hit in ranked if hit[0] >= at_least][:N_FACTS]
-        return [clip(text, 500) for _, _, text in sorted(chosen, key=lambda hit: hit[1])]
+        """Return what has most words of a task, best first; a lesson must have one."""
+        words = keywords(task)
+        ranked = sorted(((len(words & keywords(text)), kind, id_, text)
+                         for id_, kind, _, text in self.all()), reverse=True)
+        fitting = [text for n, kind, _, text in ranked if n or kind == "fact"]
+        return [clip(text, 500) for text in fitting[:N_FACTS]]
 
 
 LESSON_PROMPT = """A coding agent's turn ended badly: {why}. From what follows, write one lesson
@@ -3283,17 +3250,15 @@ class Undo:
 
     def _restore(self, rowid, path, before, mode, after):
         try:
-            is_other = os.path.realpath(path) != path or os.path.lexists(path) and (
-                not os.path.isfile(path) or _digest(_bytes_of(path)) != after)
-            if is_other:
+            is_there, done = os.path.lexists(path), "restored"
+            if os.path.realpath(path) != path or is_there and (
+                    not os.path.isfile(path) or _digest(_bytes_of(path)) != after):
                 done = "left as it is, because it was changed since"
             elif before is not None:
-                save_file(path, before)
-                os.chmod(path, mode)
-                done = "restored"
-            else:
-                with contextlib.suppress(FileNotFoundError):
-                    os.remove(path)
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                atomic_write(path, before, mode)
+            elif is_there:
+                os.remove(path)
                 self._remove_empty(os.path.dirname(path))
                 done = "removed again"
         except OSError as e:

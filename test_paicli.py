@@ -1986,7 +1986,7 @@ class TestMemory(Case):
         memory.add({"role": "assistant", "content": "hi"}, {"role": "user", "content": "more"}, {"role": "assistant", "content": "yes"})
         other = paicli.Memory(self.open(), self.path("work"))
         self.assertEqual([], other.messages())
-        self.assertEqual("Conversation 1 goes on: hello \ufffd (4 messages)\n  assistant: yes", other.resume())
+        self.assertEqual("Conversation 1 goes on: hello \ufffd (4 messages)", other.resume())
         self.assertEqual(["hello \u2028 \ufffd", "hi", "more", "yes"], [m["content"] for m in self.sent(other)])
         self.assertEqual(set(self.sent(other)[0]), {"role", "content"})       # id and time stay in the store
         other.add({"role": "user", "content": "again"})
@@ -2064,7 +2064,7 @@ class TestMemory(Case):
         self.talk(memory, 2)
         for body in ("{not json", "[]", '{"role": "x"}', "null"):
             self.store.run("UPDATE messages SET body = ? WHERE id = (SELECT max(id) - 1 FROM messages)", body)
-            self.assertIn("1 of them can't be read", memory.resume())
+            self.assertIn("1 can't be read", memory.resume())
             self.assertEqual(["user", "assistant", "tool", "assistant"] * 2, [m["role"] for m in self.sent(memory)])
 
     def test_secrets_are_masked_before_they_are_stored(self):
@@ -2259,7 +2259,7 @@ class TestMemory(Case):
         self.assertIn("When tests hang, run one alone", facts.relevant("the TESTS fail"))
         for n in range(20):
             facts.save(f"fact about thing{n}")
-        self.assertEqual(["Use tabs in Makefiles", "fact about thing3"], facts.relevant("makefiles and thing3")[:2])
+        self.assertEqual(["fact about thing3", "Use tabs in Makefiles"], facts.relevant("makefiles and thing3")[:2])
         self.assertEqual(["文件用中文注释"], facts.relevant("中文怎么写")[:1])
         self.assertEqual([True, False, False, False], [facts.forget("1"), facts.forget("1"), facts.forget("x"), other.forget("3")])
         self.assertEqual({"tabs", "项目", "目文", "文件", "use"} - {"use"}, paicli.keywords("Use tabs in 项目文件"))
@@ -2442,7 +2442,7 @@ class TestCommands(Case):
         paicli.save_fact(app, "tabs here")
         paicli.save_fact(app, "--global  I am Ana")
         self.assertEqual("  1. fact: tabs here\n  2. fact (everywhere): I am Ana", paicli.list_facts(app, ""))
-        self.assertIn("- tabs here\n- I am Ana", app.notes("anything"))
+        self.assertIn("- I am Ana\n- tabs here", app.notes("anything"))
         self.assertEqual("Forgotten.", paicli.forget_fact(app, "1"))
         self.assertEqual("  2. fact (everywhere): I am Ana", paicli.list_facts(app, ""))
         for command, wrong in ((paicli.save_fact, ""), (paicli.save_fact, "--global"), (paicli.forget_fact, "9"), (paicli.forget_fact, "")):
@@ -2748,7 +2748,7 @@ class TestTerminal(Case):
         self.assertEqual(["Bearer theirs-12345"] * 2, [r["headers"]["Authorization"] for r in stranger.requests])
         self.write("work/.paicli/tools.py", f"open({pwned!r}, 'w')")
         person = self.typist(**options)
-        person.see("tools.py has changed since you trusted it, and would run code")
+        person.see("tools.py would run code")
         person.type("\r")
         person.see("Do you trust tools.json")
         person.type("\r")
