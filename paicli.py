@@ -2372,13 +2372,12 @@ _DISK = r"/dev/(?:[shv]d[a-z]|xvd|nvme|mmcblk|r?disk|mapper/|dm-|md\d)"
 # catastrophe (the disk, a system folder, the home, what they lie in), "." for the workspace.  What
 # reads a pipe, $(...) or <(...) has the commands on the other side of it in front: "curl x | sh".
 RULES = (
-    (rf"rm{_ALL}[^|]* [/.](?= |$)|(?=.* \| xargs (?:.* )?rm(?: |$)).* /(?= )",
-     "refuse", "deletes a whole disk, home or workspace"),
-    (r"find(?: -[HLP])*(?: [/.])*(?: -(?:x?dev|mount|depth|\w*depth \d+|type \w))* "
+    (rf"rm{_ALL}[^|]* [/.](?= |$)|(?=.* \| xargs (?:.* )?rm(?= |$)).* /(?= )"
+     r"|find(?: [/.]| -(?:[HLP]|x?dev|mount|\w*depth(?: \d+)?|type \w))* "
      r"-(?:delete|exec (?:\S*/)?rm(?= |$))", "refuse", "deletes a whole disk, home or workspace"),
     (r"(?:mkfs(?:\.\w+)?|mke2fs|mkswap|wipefs|blkdiscard)(?= |$)|format [a-z]:",
      "refuse", "formats a disk"),
-    (rf".*(?: of=|>[>&¦]? ){_DISK}|(?:cp|mv)\b.* {_DISK}\S*$|(?:tee|shred)\b.* {_DISK}",
+    (rf".*(?: of=|>[>&¦]? ?){_DISK}|(?:cp|mv)\b.* {_DISK}\S*$|(?:tee|shred)\b.* {_DISK}",
      "refuse", "overwrites a disk"),
     (r"(:|\w+) \| \1$", "refuse", "is a fork bomb"),
     (r"(?:shutdown|reboot|halt|poweroff)(?= |$)|(?:tel)?init [06]|kill (?:-\S+ (?:\w+ )?)+-1$"
@@ -2406,7 +2405,7 @@ _QUOTED = r"""(?xsm)
     (?P<nothing> (?<![^\s;&|()]) \#[^\n]* | \\\r?\n )
   | \d*<<-?[ ]* (?P<mark>['"\\]?)(?P<name>[\w-]+)['"]? (?P<rest>[^\n]*)\n
     (?P<document> .*? ) ^\t*(?P=name)\r?$
-  | (?P<redirect> (?:\d*[<>]|&>) [<>&|]* )
+  | (?P<redirect> (?:\d*[<>]|&>) [<>&|]* [ \t]* )
   | \\(?P<escaped> . ) | '(?P<plain> [^']* )' | \$'(?P<ansi> (?:\\.|[^'\\])* )'
   | "(?P<double> (?:\\.|[^"\\])* )" """
 # The way models write a long message: "$(cat <<'EOF' ...)".  Nothing in it runs.
@@ -2438,7 +2437,7 @@ class ShellReader:
         if text in self._read:
             return
         self._read.add(text)
-        text = re.sub(_MESSAGE, "text", text).replace("=`", "=$`")
+        text = re.sub(_MESSAGE, "text", text).replace("=`", "=$`").replace("<<<", " ")
         plain = re.sub(_QUOTED, self._hidden, text)
         if re.search("['\"]", plain):
             raise ValueError("a quote does not end")
@@ -2475,7 +2474,7 @@ class ShellReader:
         hidden = text.translate(_HIDE)
         if kind == "document":           # the rest of its line comes first for the shell
             return f" {hidden} " + re.sub(_QUOTED, self._hidden, match["rest"])
-        return f" {hidden} " if kind == "redirect" else hidden
+        return " " + hidden if kind == "redirect" else hidden
 
     def _words(self, part):
         """-> the words the shell makes of a simple command"""
@@ -2484,7 +2483,8 @@ class ShellReader:
             braces = re.fullmatch(r"([^{}]*)\{([^{}]*,[^{}]*)\}([^{}]*)", word)
             words += [braces[1] + inner + braces[3] for inner in braces[2].split(",")] \
                 if braces else [word]
-        return [word.translate(_SHOW) for word in words]
+        words = [word.translate(_SHOW) for word in words]
+        return sorted(words, key=lambda word: bool(re.match(r"[\d&]*[<>]", word)))  # > file is last
 
     def _value(self, match):
         known = self.variables.get(match[1] or match[2], match[3] or "")
@@ -2492,23 +2492,19 @@ class ShellReader:
 
     def _begin(self, words):
         """-> the words from the program's name on; variables set before it are remembered"""
+        if words[:1] == ["for"]:
+            words = ["".join(words[1:2]) + "=" + " ".join(words[3:])]
         while words:
             name, is_set, value = words[0].partition("=")
             if is_set and name.isidentifier():
                 self.variables[name] = None if "$" in value else value
-            elif re.fullmatch(r"(?:\d*[<>]|&>)[<>&|]*", words[0]) and words[2:]:
-                words = words[2:] + ["", *words[:2]]      # > file comes at the end
-                continue
             elif words[0] not in _KEYWORDS:
                 break
             words = words[1:]
         return words
 
     def _folder_after(self, words, folder):
-        """The folder after a command; names it gave a value to are known, or known to be unknown"""
-        if words[0] == "for" and words[1:]:
-            marks = (w for w in words[3:] if self._marked(w, folder) == "/")
-            self.variables[words[1]] = next(marks, None)
+        """The folder after a command; what it may have given a value to is not known any more."""
         for name in filter(str.isidentifier, words):      # read x, printf -v x
             self.variables.setdefault(name, None)
         if words[0] in ("cd", "pushd"):
@@ -2988,11 +2984,8 @@ def _parsed(rows):
     messages = []
     for id_, body in rows:
         message = _json(body)
-        with contextlib.suppress(LookupError, TypeError, AttributeError):
-            # Both look at what later code relies on, and raise for what is no message.
-            message_text(message), [c["id"] for c in message.get("tool_calls") or ()]
-            if message["role"] in ("user", "assistant", "tool"):
-                messages.append({**message, "id": id_})
+        if _get(message, "role", str) in ("user", "assistant", "tool"):
+            messages.append({**message, "id": id_})
     return messages
 
 
@@ -3003,25 +2996,21 @@ def repaired(messages: list[dict]) -> list[dict]:
     with an answer.
     """
     out, open_ids = [], []               # open_ids: calls whose result has not come yet
-
-    def close(ends_turn):
-        out.extend({"role": "tool", "tool_call_id": id_, "content":
-                    "Error: PaiCLI ended before the result was stored; it may have been done"}
-                   for id_ in open_ids)
-        open_ids.clear()
-        if ends_turn and out and out[-1]["role"] != "assistant":
-            out.append({"role": "assistant", "content": "(Turn stopped: PaiCLI ended.)"})
-    for message in itertools.dropwhile(lambda m: m["role"] != "user", messages):
+    begun = itertools.dropwhile(lambda m: m["role"] != "user", messages)
+    for message in [*begun, {"role": "user"}]:            # a next question ends the last turn
         if message["role"] == "tool":
             if message.get("tool_call_id") in open_ids:
                 open_ids.remove(message["tool_call_id"])
                 out.append(message)
             continue
-        close(message["role"] == "user")
-        open_ids.extend(c["id"] for c in message.get("tool_calls") or ())
+        out += [{"role": "tool", "tool_call_id": id_, "content":
+                 "Error: PaiCLI ended before the result was stored; it may have been done"}
+                for id_ in open_ids]
+        if message["role"] == "user" and out and out[-1]["role"] != "assistant":
+            out.append({"role": "assistant", "content": "(Turn stopped: PaiCLI ended.)"})
+        open_ids = [c["id"] for c in message.get("tool_calls") or ()]
         if message.get("content") or open_ids:
             out.append(message)
-    close(True)
     return out
 
 
