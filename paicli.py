@@ -2389,9 +2389,8 @@ RULES = (
     (r"(?:sudo|doas|su|pkexec|runas)(?= |$)", "ask", "asks for more rights"),
     (r"git (?:-\S+ (?:[^-]\S* )?)*push(?=.* (?:-\w*[fd](?= |$)|"
      r"--(?:force|mirror|delete|prune)|[+:]\S))", "ask", "overwrites what others may have"),
-    (rf"(?:chmod|chown|chgrp){_ALL}[^|]* /(?= |$)|mv (?:[^|]* )?/(?= )",
-     "ask", "moves or changes a whole disk or home"),
-    (r"[$-][^|]* /(?= |$)", "ask", "has a program name that only the shell will know"),
+    (rf"(?:chmod|chown|chgrp){_ALL}[^|]* /(?= |$)|mv (?:[^|]* )?/(?= )|[$-][^|]* /(?= |$)",
+     "ask", "may change, move or delete a whole disk or home"),
 )
 # Commands that run another one.  Options of theirs may stand between, so each later word is tried.
 _WRAPPERS = set("sudo doas pkexec command builtin exec env nohup nice ionice time timeout xargs "
@@ -2448,7 +2447,7 @@ class ShellReader:
         for before, part in zip(["", *parts[1::2]], parts[::2]):
             folders += folders[-1:] * before.count("(")
             del folders[max(1, len(folders) - before.count(")")):]
-            words = self._begin(self._words(part))
+            words = self._words(part)
             if not words:
                 continue
             lines = list(self._with_inner(words, folders[-1]))
@@ -2477,21 +2476,14 @@ class ShellReader:
         return " " + hidden if kind == "redirect" else hidden
 
     def _words(self, part):
-        """-> the words the shell makes of a simple command"""
+        """-> a command's words from its program's name on; variables it sets are remembered"""
         words = []
         for word in re.sub(_VARIABLE, self._value, part).split():
             braces = re.fullmatch(r"([^{}]*)\{([^{}]*,[^{}]*)\}([^{}]*)", word)
             words += [braces[1] + inner + braces[3] for inner in braces[2].split(",")] \
                 if braces else [word]
         words = [word.translate(_SHOW) for word in words]
-        return sorted(words, key=lambda word: bool(re.match(r"[\d&]*[<>]", word)))  # > file is last
-
-    def _value(self, match):
-        known = self.variables.get(match[1] or match[2], match[3] or "")
-        return match[0] if known is None else known
-
-    def _begin(self, words):
-        """-> the words from the program's name on; variables set before it are remembered"""
+        words.sort(key=lambda word: bool(re.match(r"[\d&]*[<>]", word)))      # > file comes last
         if words[:1] == ["for"]:
             words = ["".join(words[1:2]) + "=" + " ".join(words[3:])]
         while words:
@@ -2500,8 +2492,12 @@ class ShellReader:
                 self.variables[name] = None if "$" in value else value
             elif words[0] not in _KEYWORDS:
                 break
-            words = words[1:]
+            del words[0]
         return words
+
+    def _value(self, match):
+        known = self.variables.get(match[1] or match[2], match[3] or "")
+        return match[0] if known is None else known
 
     def _folder_after(self, words, folder):
         """The folder after a command; what it may have given a value to is not known any more."""
@@ -2966,10 +2962,9 @@ class Memory:
         query: words that stood there
         """
         words, hits = keywords(query), []
-        rows = self.store.run("SELECT id, body FROM messages WHERE session_id = ?",
-                              self.session_id)
+        sql = "SELECT id, body FROM messages WHERE session_id = ?"
         shown = {m.get("id") for m in self._messages}
-        for m in _parsed(rows):
+        for m in _parsed(self.store.run(sql, self.session_id)):
             text = message_text(m)
             n_found = len(words & keywords(text))
             if n_found and m["id"] not in shown:
@@ -2981,12 +2976,9 @@ class Memory:
 
 def _parsed(rows):
     """-> messages with their id; a row that is none is left out."""
-    messages = []
-    for id_, body in rows:
-        message = _json(body)
-        if _get(message, "role", str) in ("user", "assistant", "tool"):
-            messages.append({**message, "id": id_})
-    return messages
+    parsed = ((id_, _json(body)) for id_, body in rows)
+    return [{**message, "id": id_} for id_, message in parsed
+            if _get(message, "role", str) in ("user", "assistant", "tool")]
 
 
 def repaired(messages: list[dict]) -> list[dict]:
@@ -3029,11 +3021,10 @@ def message_tokens(messages: Iterable[dict]) -> int:
                for m in messages)
 
 
-def split_history(messages: list[dict], n_tokens: int) -> tuple[list[dict], list[dict]]:
-    """Return (old, kept): kept has the task and the last rounds, about n_tokens of them.
+def split_history(messages: list[dict], n_tokens: float) -> tuple[list[dict], list[dict]]:
+    """Return (old, kept): kept has the task and the last whole rounds, about n_tokens of them.
 
-    Whole rounds only: user | assistant, tool, tool | assistant | ...  The task is the last user
-    message; kept begins with it, or with an older one.
+    Rounds: user | assistant, tool, tool | assistant | ...  The task is the last user message.
     """
     begins = [i for i, m in enumerate(messages) if m["role"] != "tool"] or [0]    # of rounds
     users = [i for i in begins if messages and messages[i]["role"] == "user"] or [0]
@@ -3061,7 +3052,7 @@ class Compactor:
 
     def __init__(self, window: Callable[[], int], on_event: Callable[[dict], None]):
         self._window, self._on_event = window, on_event   # window() is 0 if it is not known
-        self._after = 0                  # tokens after the last time; at 1.1 of them once more
+        self._no_use_below = 0           # compacting had no use; try again only above this
 
     def n_tokens(self, agent: Agent) -> int:
         """Return how long the next request is: measured for the last one, estimated since."""
@@ -3079,21 +3070,23 @@ class Compactor:
     def __call__(self, agent: Agent, cancel: Cancel, must: bool = False) -> bool:
         """Compact if it is time, or if it must be; True if less is sent now.  Raises Cancelled."""
         before, limit = self.n_tokens(agent), self._window()
-        if not must and (before < max(COMPACT_AT * limit, 1.1 * self._after) or not limit):
+        if not must and (before < max(COMPACT_AT * limit, self._no_use_below) or not limit):
             return False
         self._on_event({"type": "wait", "text": "📝 Summarising..."})
         messages = agent.memory.messages()
-        before = max(before, self._estimate(agent, messages))         # some servers count too little
+        before = max(before, self._estimate(agent, messages))       # some servers count too little
         window = min(limit or before, before) if must else limit
         old, kept = split_history(messages, KEEP * window)
         summary = self._summary(agent, old, window, cancel) if old else agent.memory.summary
         room = COMPACT_AT * window - self._estimate(agent, []) - estimate_tokens(summary)
         agent.memory.compacted(summary, old, _clipped(kept, room))
-        after = self._after = self.n_tokens(agent)
+        after = self.n_tokens(agent)
+        is_full = limit and after >= COMPACT_AT * limit
+        self._no_use_below = 1.1 * after if is_full else 0
         if after < before:
             self._tell(f"Compacted: about {before} tokens are {after} now, {len(old)} messages "
                        "went into the summary")
-        if limit and after >= COMPACT_AT * limit:
+        if is_full:
             self._tell(f"The instructions, tools and the current task take {after} of {limit} "
                        "tokens; compacting can't help. /clear starts a new conversation")
         return after < before
@@ -3248,18 +3241,14 @@ class Undo:
                 atomic_write(path, before, mode)
             elif is_there:
                 os.remove(path)
-                self._remove_empty(os.path.dirname(path))
-                done = "removed again"
+                done, folder = "removed again", os.path.dirname(path)
+                while folder.startswith(self.memory.folder + os.sep) and not os.listdir(folder):
+                    os.rmdir(folder)
+                    folder = os.path.dirname(folder)
         except OSError as e:
             return f"could not be restored: {path}: {e.strerror}"
         self.memory.store.run("DELETE FROM undo WHERE rowid = ?", rowid)
         return f"{done}: {path}"
-
-    def _remove_empty(self, folder):
-        with contextlib.suppress(OSError):
-            while folder != self.memory.folder and _is_in(folder, self.memory.folder):
-                os.rmdir(folder)
-                folder = os.path.dirname(folder)
 
 
 # =============================================================================
