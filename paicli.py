@@ -2410,7 +2410,7 @@ _QUOTED = r"""(?xsm)
 # The way models write a long message: "$(cat <<'EOF' ...)".  Nothing in it runs.
 _MESSAGE = r"(?sm)\"\$\(cat <<-?[ ]*['\"\\](\w+)['\"]?\n.*?^\s*\1\s*\)\""
 # `...` and $(...) in double quotes.  One of these in another is found by itself.
-_INNER = r"(?<!\\)(?:`([^`]*)`|(?=\$\((?!\()((?:[^()']|'[^']*'|\([^()]*\))*)))"
+_INNER = r"(?<!\\)(?:`((?:\\.|[^`\\])*)`|(?=\$\((?!\()((?:[^()']|'[^']*'|\([^()]*\))*)))"
 _VARIABLE = r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?[-=]([^}]*)|[^\w}][^}]*)?\})"
 # Signs of the shell that are quoted are written as private characters, until all is split.
 _HIDE = {ord(sign): 0xE000 + ord(sign) for sign in " \t\r\n;&|()<>`$#'\","}
@@ -2441,7 +2441,7 @@ class ShellReader:
         if re.search("['\"]", plain):
             raise ValueError("a quote does not end")
         while self._inner:
-            yield from self.commands("".join(self._inner.pop()))
+            yield from self.commands("".join(self._inner.pop()).replace("\\`", "`"))
         folders, pipe = [self.root], ""
         parts = re.split(r"([ \t\r]*[;&|()`\n][\s;&|()`]*)", plain)
         for before, part in zip(["", *parts[1::2]], parts[::2]):
@@ -2451,8 +2451,7 @@ class ShellReader:
             if not words:
                 continue
             lines = list(self._with_inner(words, folders[-1]))
-            is_fed = re.search(r"(?:^|[^|])\|&?[\s(]*$", before) or (
-                "(" in before and re.search(r"[$<] \| $", pipe))
+            is_fed = re.search(r"(?:\| [\s)]*\|&?|[$<] \| \()[\s(]*$", pipe + before)
             pipe = pipe if is_fed else ""
             yield from (pipe + line for line in lines)
             pipe = (pipe + lines[0].partition("\n")[0] + " | ")[-200:]
@@ -2515,7 +2514,7 @@ class ShellReader:
             raise ValueError("it is too long")
         marked = [self._marked(w, folder).replace("|", "¦") for w in words]
         for i in range(len(words) if is_wrapper else 1):
-            name, rest = os.path.basename(words[i]), words[i + 1:]
+            name, rest = re.sub("^[^<>]*/", "", words[i]), words[i + 1:]
             yield " ".join([name, *marked[i + 1:]])
             if re.fullmatch(_SHELL, name) or name in ("eval", "su", "ssh", "trap", "env"):
                 for inner in (" ".join(rest), *rest):
@@ -2573,7 +2572,7 @@ def judge_call(workspace: Workspace, environ: dict, tool: Tool, arguments: dict
 
 # ---- the person decides
 
-ANSWERS = "[y]es, [n]o why, [a]lways, [e]dit, [d]etails (Enter: no) "
+ANSWERS = "[y]es, [n]o why, [a]lways, [e]dit to, [d]etails (Enter: no) "
 MAX_SHOWN_LINES = 16                     # of a diff, until details are asked for
 
 
@@ -2660,14 +2659,16 @@ class Approver:
                 word = "y"
             if word in ("y", "yes"):
                 return Decision(kind, "", arguments, "person")
-            if word in ("e", "edit"):
-                kind, arguments = "edit", self._edited(arguments, cancel)
+            instead = re.fullmatch("[eE] +(.+)", answer)
+            if instead:                  # of the first argument: the command, or the path
+                kind = "edit"
+                arguments = {**arguments, **dict.fromkeys(list(arguments)[:1], instead[1])}
                 decision, why = self._unasked(tool, arguments)
                 if decision and decision.kind == "deny":
                     return decision
             elif word in ("d", "details"):
                 is_whole = True
-            elif not re.match(r"(y|yes|a|always)\b", word):           # "yes, but": asked again
+            elif not re.match(r"(y|yes|a|always|e|edit)\b", word):    # "yes, but": asked again
                 why_not = re.sub(r"(?i)^no?(?!\S)\s*", "", answer)
                 return Decision("deny", f"the person said no: {why_not}".rstrip(": "), by="person")
 
@@ -2682,13 +2683,6 @@ class Approver:
         what = " " + one_line(str(next(iter(arguments.values()))), 40) if arguments else ""
         return "\n    ".join([f"❓ {tool.name} ({LEVELS[tool.level]}){because}", *lines, *rule]) + (
             f"\n{tool.name}{what}: {ANSWERS.replace(' [a]lways,', '') if why else ANSWERS}")
-
-    def _edited(self, arguments, cancel):
-        """The arguments with the first one, a command or a path, as the person wants it."""
-        for name, value in list(arguments.items())[:1]:
-            said = self._ask(f"    {name} (Enter keeps it): {visible(str(value))}\n    > ", cancel)
-            return {**arguments, name: (said or "").strip() or value}
-        return arguments
 
 
 # ---- what was decided, and what is trusted
@@ -2852,8 +2846,7 @@ def open_store(folder: str) -> tuple[Store, str]:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         return Store(os.path.join(folder, "paicli.db")), ""
     except (OSError, sqlite3.Error) as e:
-        why = getattr(e, "strerror", None) or e
-        return Store(":memory:"), f"{folder}/paicli.db can't be used ({why}): nothing is remembered"
+        return Store(":memory:"), f"{folder}/paicli.db can't be used ({e}): nothing is remembered"
 
 
 # ---- the conversation
@@ -2920,8 +2913,7 @@ class Memory:
             "AND ? IN (CAST(id AS TEXT), 'last') ORDER BY updated_at DESC, id DESC LIMIT 1",
             self.folder, choice)
         if not found:
-            raise ConfigError("no conversation was held in this folder" if choice == "last" else
-                              f"no conversation {choice} in this folder; see /sessions")
+            raise ConfigError(f"no conversation ({choice}) in this folder; see /sessions")
         self.clear()
         self.session_id, title, self.summary, *kept = found[0]
         rows = self.store.run("SELECT id, body FROM messages WHERE session_id = ? AND "
