@@ -2402,16 +2402,16 @@ _KEYWORDS = set("then do else elif if while until ! { export local declare types
 # What the shell takes as it is, or leaves out.  An unquoted here-document may have $(...) in it.
 _QUOTED = r"""(?xsm)
     (?P<nothing> (?<![^\s;&|()]) \#[^\n]* | \\\r?\n )
-  | \d*<<-?[ ]* (?P<mark>['"\\]?)(?P<name>[\w-]+)['"]? (?P<rest>[^\n]*)\n
+  | (?<!\d)\d*<<-?[ ]* (?P<mark>['"\\]?)(?P<name>[\w-]+)['"]? (?P<rest>[^\n]*)\n
     (?P<document> .*? ) ^\t*(?P=name)\r?$
-  | (?P<redirect> (?:\d*[<>]|&>) [<>&|]* [ \t]* )
+  | (?P<redirect> (?:(?<!\d)\d*[<>]|&>) [<>&|]* [ \t]* )
   | \\(?P<escaped> . ) | '(?P<plain> [^']* )' | \$'(?P<ansi> (?:\\.|[^'\\])* )'
   | "(?P<double> (?:\\.|[^"\\])* )" """
 # The way models write a long message: "$(cat <<'EOF' ...)".  Nothing in it runs.
 _MESSAGE = r"(?sm)\"\$\(cat <<-?[ ]*['\"\\](\w+)['\"]?\n.*?^\s*\1\s*\)\""
 # `...` and $(...) in double quotes.  One of these in another is found by itself.
 _INNER = r"(?<!\\)(?:`((?:\\.|[^`\\])*)`|(?=\$\((?!\()((?:[^()']|'[^']*'|\([^()]*\))*)))"
-_VARIABLE = r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?[-=]([^}]*)|[^\w}][^}]*)?\})"
+_VARIABLE = r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?[-=]([^}]{,500})|[^\w}][^}]{,500})?\})"
 # Signs of the shell that are quoted are written as private characters, until all is split.
 _HIDE = {ord(sign): 0xE000 + ord(sign) for sign in " \t\r\n;&|()<>`$#'\","}
 _SHOW = {hidden: sign for sign, hidden in _HIDE.items()}
@@ -2443,7 +2443,7 @@ class ShellReader:
         while self._inner:
             yield from self.commands("".join(self._inner.pop()).replace("\\`", "`"))
         folders, pipe = [self.root], ""
-        parts = re.split(r"([ \t\r]*[;&|()`\n][\s;&|()`]*)", plain)
+        parts = re.split(r"([;&|()`\n][\s;&|()`]*)", plain)
         for before, part in zip(["", *parts[1::2]], parts[::2]):
             folders += folders[-1:] * before.count("(")
             del folders[max(1, len(folders) - before.count(")")):]

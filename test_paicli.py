@@ -1881,7 +1881,7 @@ class TestApproval(Case):
         self.raises(ValueError, "quote", list, paicli.ShellReader("/w", "/home/u", {}).commands("echo 'a"))
 
     def test_a_long_command_is_judged_in_no_time(self):
-        for command in ("sudo " * 150, "env " * 30 + "x y", "echo '" + "a b " * 20000 + "'", "a;" * 5000, "x" * 60000 + "(", "{a,b}" * 999, '"$(' * 300):
+        for command in ("sudo " * 150, "env " * 30 + "x y", "echo '" + "a b " * 20000 + "'", "a;" * 5000, "x" * 60000 + "(", "1" * 60000, " " * 60000 + "x", "${a" * 9999, "{a,b}" * 999, '"$(' * 300):
             self.assertIn(self.judged(command)[0], ("", "ask"))
         self.assertEqual("refuse", self.judged("echo " + "a" * 12000 + "; rm -rf ~")[0])
 
