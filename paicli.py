@@ -2157,7 +2157,7 @@ class Agent:
 # In: a tool and its arguments.  Out: Decision(allow | deny | edit, reason, arguments).  Every
 # decision above level 1, and how it ended, is a line of the audit.
 # Trap: the shell reads `r''m -rf "$HOME"/` as what it is; a rule that looks at the text does not.
-# So a command is first taken apart as a shell would, and each simple command in it is judged.
+# So quotes are taken away first, variables looked up, and each simple command is judged alone.
 # Simplified: rules are a speed bump in front of the question, not a sandbox: any interpreter can
 # hide anything from them.  PAICLI_SANDBOX puts a real one (bwrap, docker) around each command.
 # Tests: TestApproval (exercise, 3 of 3 stars).  Try: /policy, /audit, PAICLI_LEVEL.
@@ -2166,38 +2166,32 @@ WRITERS = ("write_file", "edit_file", "create_project")             # shown as a
 
 _SHELL = r"(?:ba|da|a|z|k|fi)?sh"
 _RUNS = rf"(?:{_SHELL}|python[\d.]*|perl|ruby|node|php)"
-_ALL = r"(?=.* (?:-\w*[rR]|--r))"
+_ALL = r"(?=[^|]* (?:-\w*[rR]|--r))"
 _DISK = r"/dev/(?:[shv]d[a-z]|xvd|nvme|mmcblk|r?disk|mapper/|dm-|md\d)"
-# (parts of which one is in it, what it looks like, verdict, why) of a simple command.  It is
-# matched from its start, with quotes and variables resolved and the program's folder left out.
-# "/" stands for any path whose loss is a catastrophe (the disk, a system folder, the home, what
-# they lie in), "." for the workspace.  What reads a pipe has the commands before it in front:
-# "curl x | sh".  "text: " is followed by all as written.
+# What a simple command looks like, verdict, why.  It is matched from its start, with quotes and
+# variables resolved and the program's folder left out.  "/" stands for any path whose loss is a
+# catastrophe (the disk, a system folder, the home, what they lie in), "." for the workspace.  What
+# reads a pipe, $(...) or <(...) has the commands on the other side of it in front: "curl x | sh".
 RULES = (
-    ("rm", rf"rm{_ALL}.* [/.](?= |$)|.* /(?: .*)? \| xargs (?:.* )?rm(?= |$)",
-     "refuse", "deletes a whole disk, home or workspace"),
-    ("find", r"find(?: -[HLP])*(?: [/.])*(?: -(?:x?dev|mount|depth|\w*depth \d+|type \w))* "
+    (rf"rm{_ALL}[^|]* [/.](?= |$)|(?=.* \| xargs (?:.* )?rm(?= |$)).* /(?= )"
+     r"|find(?: [/.]| -(?:[HLP]|x?dev|mount|\w*depth(?: \d+)?|type \w))* "
      r"-(?:delete|exec (?:\S*/)?rm(?= |$))", "refuse", "deletes a whole disk, home or workspace"),
-    ("mk wipefs blkdiscard format",
-     r"(?:mkfs(?:\.\w+)?|mke2fs|mkswap|wipefs|blkdiscard)(?= |$)|format [a-z]:",
+    (r"(?:mkfs(?:\.\w+)?|mke2fs|mkswap|wipefs|blkdiscard)(?= |$)|format [a-z]:",
      "refuse", "formats a disk"),
-    ("/dev/", rf"(?:.* )?(?:of=|&?>[>|¦]? ){_DISK}|(?:cp|mv)\b.* {_DISK}\S*$|"
-     rf"(?:tee|shred)\b.* {_DISK}", "refuse", "overwrites a disk"),
-    ("()", r"text: (?:.* )?(:|\w{1,40}) \(\) \{ \1 ¦ \1 &", "refuse", "is a fork bomb"),
-    ("shutdown reboot halt poweroff init kill",
-     r"(?:shutdown|reboot|halt|poweroff)(?= |$)|(?:tel)?init [06]|kill (?:-\S+ (?:\w+ )?)+-1$"
+    (rf".*(?: of=|>[>&¦]? ?){_DISK}|(?:cp|mv)\b.* {_DISK}\S*$|(?:tee|shred)\b.* {_DISK}",
+     "refuse", "overwrites a disk"),
+    (r"(:|\w+) \| \1$", "refuse", "is a fork bomb"),
+    (r"(?:shutdown|reboot|halt|poweroff)(?= |$)|(?:tel)?init [06]|kill (?:-\S+ (?:\w+ )?)+-1$"
      r"|systemctl (?:-\S+ )*(?:poweroff|reboot|halt)", "refuse", "ends all that runs here"),
-    ("| curl wget", rf".*\b(?:curl|wget|base64|xxd|openssl)\b.* \| {_RUNS}(?: -(?![cem])\S*)*$"
+    (rf".*\b(?:curl|wget|base64|xxd|openssl)\b.* \| {_RUNS}(?: -(?![cem])\S*)*$"
      rf"|.* \| {_SHELL}(?: -(?![cn])\S*)*(?: -s .*)?$"
-     rf"|text: .*\b(?:{_SHELL}|source|\.)(?: -\S+)* < \( (?:curl|wget)"
-     rf"|(?:{_SHELL}|eval) .*(?:\$\(|`) *(?:curl|wget)",
+     rf"|(?:{_SHELL}|eval|source|\.) .*(?:[$<] \||\$\(|`) *(?:curl|wget)",
      "ask", "runs what comes out of a pipe or a download"),
-    ("do su pkexec runas", r"(?:sudo|doas|su|pkexec|runas)(?= |$)", "ask", "asks for more rights"),
-    ("push", r"git (?:-\S+ (?:[^-]\S* )?)*push(?=.* (?:-\w*[fd](?= |$)|"
+    (r"(?:sudo|doas|su|pkexec|runas)(?= |$)", "ask", "asks for more rights"),
+    (r"git (?:-\S+ (?:[^-]\S* )?)*push(?=.* (?:-\w*[fd](?= |$)|"
      r"--(?:force|mirror|delete|prune)|[+:]\S))", "ask", "overwrites what others may have"),
-    ("ch", rf"(?:chmod|chown|chgrp){_ALL}.* /(?= |$)", "ask", "changes a whole disk or home"),
-    ("mv", r"mv (?:.* )?/(?= )", "ask", "moves a whole disk or home"),
-    (" /", r"[$-].* /(?= |$)", "ask", "has a program name that only the shell will know"),
+    (rf"(?:chmod|chown|chgrp){_ALL}[^|]* /(?= |$)|mv (?:[^|]* )?/(?= )|[$-][^|]* /(?= |$)",
+     "ask", "may change, move or delete a whole disk or home"),
 )
 # Commands that run another one.  Options of theirs may stand between, so each later word is tried.
 _WRAPPERS = set("sudo doas pkexec command builtin exec env nohup nice ionice time timeout xargs "
@@ -2206,63 +2200,22 @@ _WRAPPERS = set("sudo doas pkexec command builtin exec env nohup nice ionice tim
 _KEYWORDS = set("then do else elif if while until ! { export local declare typeset "
                 "readonly".split())
 
-_SHELL_TOKEN = r"""(?xs)
-    (?P<blank> [ \t\r]+ | \\\r?\n | (?<![^\s;&|()]) \#[^\n]* )
-  | (?P<end> \n | ;;? | &&? (?!>) | \|[|&]? | [()`] )
-  | (?P<redirect> &?>[>&|]? | <<-(?!<) | <<?<?&? )
-  | (?P<word> (?: \\. | '[^']*' | "(?:\\.|[^"\\])*" | \$'(?:\\.|[^'\\])*'
-                | [^\s;&|()`<>'"\\] )+ )"""
-_QUOTED = r"""(?xs) \\(.) | '([^']*)' | "((?:\\.|[^"\\])*)" | \$'((?:\\.|[^'\\])*)'"""
+# What the shell takes as it is, or leaves out.  An unquoted here-document may have $(...) in it.
+_QUOTED = r"""(?xsm)
+    (?P<nothing> (?<![^\s;&|()]) \#[^\n]* | \\\r?\n )
+  | (?<!\d)\d*<<-?[ ]* (?P<mark>['"\\]?)(?P<name>[\w-]+)['"]? (?P<rest>[^\n]*)\n
+    (?P<document> .*? ) ^\t*(?P=name)\r?$
+  | (?P<redirect> (?:(?<!\d)\d*[<>]|&>) [<>&|]* [ \t]* )
+  | \\(?P<escaped> . ) | '(?P<plain> [^']* )' | \$'(?P<ansi> (?:\\.|[^'\\])* )'
+  | "(?P<double> (?:\\.|[^"\\])* )" """
 # The way models write a long message: "$(cat <<'EOF' ...)".  Nothing in it runs.
-_DOCUMENT = r"(?sm)\"\$\(cat <<-?[ ]*['\"\\](\w+)['\"]?\n.*?^\s*\1\s*\)\""
-
-
-def split_shell(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the simple commands of a shell text: (what stands before it, its words as written).
-
-    "(cd x && ls 'a b') | wc" -> ("(", ["cd", "x"]), ("&&", ["ls", "'a b'"]), (")|", ["wc"]).
-    A here-document is a word of its command.  Raises ValueError for a quote that does not end.
-    """
-    before, words, at, documents = "", [], 0, []
-    while at < len(text):
-        match = re.compile(_SHELL_TOKEN).match(text, at)
-        if not match:
-            raise ValueError("a quote does not end")
-        token, at = match[0], match.end()
-        if match.lastgroup == "end":
-            for name in documents if token == "\n" else ():
-                last = re.escape(re.sub(r"[$'\"\\]", "", name))
-                body = re.compile(rf"(.*?)^\t*{last}\r?$", re.S | re.M).match(text, at)
-                if body:                 # in an unquoted one, $(...) runs
-                    is_text = re.search(r"['\"\\]", name)
-                    quote, escaped = ("'", "'\\''") if is_text else ('"', '\\"')
-                    words.append(quote + body[1].replace(quote, escaped) + quote)
-                    at = body.end()
-            documents = [] if token == "\n" else documents
-            if words:
-                yield before, words
-                before, words = "", []
-            before += token
-        elif match.lastgroup != "blank":
-            if words and words[-1] in ("<<", "<<-"):
-                documents.append(token)
-            words.append(token)
-    if words:
-        yield before, words
-
-
-def _up_to_its_bracket(text):
-    """What follows a $( -> the part before the ) that closes it."""
-    depth = at = 0
-    while at < len(text):
-        match = re.compile(_SHELL_TOKEN).match(text, at)
-        if not match:
-            raise ValueError("a quote does not end")
-        at = match.end()
-        depth += {"(": 1, ")": -1}.get(match["end"], 0)
-        if depth < 0:
-            return text[:at - 1]
-    return text
+_MESSAGE = r"(?sm)\"\$\(cat <<-?[ ]*['\"\\](\w+)['\"]?\n.*?^\s*\1\s*\)\""
+# `...` and $(...) in double quotes.  One of these in another is found by itself.
+_INNER = r"(?<!\\)(?:`((?:\\.|[^`\\])*)`|(?=\$\((?!\()((?:[^()']|'[^']*'|\([^()]*\))*)))"
+_VARIABLE = r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?[-=]([^}]{,500})|[^\w}][^}]{,500})?\})"
+# Signs of the shell that are quoted are written as private characters, until all is split.
+_HIDE = {ord(sign): 0xE000 + ord(sign) for sign in " \t\r\n;&|()<>`$#'\","}
+_SHOW = {hidden: sign for sign, hidden in _HIDE.items()}
 
 
 class ShellReader:
@@ -2271,69 +2224,88 @@ class ShellReader:
     def __init__(self, root: str, home: str, variables: dict):
         self.root, self.home = root, home
         self.variables = variables       # name -> value, None if only the shell will know
+        self._read = set()               # texts, so that none is read twice
+        self._inner = []                 # of $(...) and `...` in double quotes, not read yet
 
     def commands(self, text: str) -> Iterator[str]:
-        """Yield each simple command as RULES want it.  Raises ValueError as split_shell does.
+        """Yield each simple command as RULES want it.  Raises ValueError if it can't be read.
 
         "cd ~ && r''m -rf *" -> "cd /", "rm -rf /"
         """
-        parts = list(split_shell(re.sub(_DOCUMENT, "text", text)))
-        written = [w for before, words in parts for w in (before, *words) if w]
-        yield "text: " + " ".join("quoted" if re.search("['\"]", w) else w for w in written
-                                  ).replace("|", "¦")
         if len(text) > 100000:
             raise ValueError("it is too long")
-        folders, pipe, assigned = [self.root], "", []
-        for before, written in parts:
-            for inner in self._substituted(written):
-                yield from self.commands(inner)
-            if "`" in before:            # x=`...`: only the shell will know
-                self.variables.update(dict.fromkeys(assigned))
+        if text in self._read:
+            return
+        self._read.add(text)
+        text = re.sub(_MESSAGE, "text", text).replace("=`", "=$`").replace("<<<", " ")
+        plain = re.sub(_QUOTED, self._hidden, text)
+        if re.search("['\"]", plain):
+            raise ValueError("a quote does not end")
+        while self._inner:
+            yield from self.commands("".join(self._inner.pop()).replace("\\`", "`"))
+        folders, pipe = [self.root], ""
+        parts = re.split(r"([;&|()`\n][\s;&|()`]*)", plain)
+        for before, part in zip(["", *parts[1::2]], parts[::2]):
             folders += folders[-1:] * before.count("(")
             del folders[max(1, len(folders) - before.count(")")):]
-            words, assigned = self._begin([w for part in written for w in self._resolved(part)])
+            words = self._words(part)
             if not words:
                 continue
             lines = list(self._with_inner(words, folders[-1]))
-            pipe = pipe if re.search(r"(?<!\|)\|&?$", before) else ""
+            is_fed = re.search(r"(?:\| [\s)]*\|&?|[$<] \| \()[\s(]*$", pipe + before)
+            pipe = pipe if is_fed else ""
             yield from (pipe + line for line in lines)
-            pipe = (pipe + lines[0] + " | ")[-500:]
-            folders[-1] = self._after(words, folders[-1])
+            pipe = (pipe + lines[0].partition("\n")[0] + " | ")[-200:]
+            folders[-1] = self._folder_after(words, folders[-1])
 
-    def _substituted(self, written):
-        """The texts of $(...) and `...` within double quotes."""
-        for word in written:
-            for quoted in re.findall(r"'[^']*'|\"((?:\\.|[^\"\\])*)\"", word):
-                yield from re.findall(r"(?<!\\)`([^`]*)`", quoted)
-                yield from map(_up_to_its_bracket, re.split(r"(?<!\\)\$\((?!\()", quoted)[1:])
+    def _hidden(self, match):
+        """What is quoted, without its quotes, its signs hidden."""
+        kind, text = match.lastgroup, match[match.lastgroup]
+        if kind == "nothing":
+            return ""
+        if kind == "double" or kind == "document" and not match["mark"]:
+            self._inner += re.findall(_INNER, text)
+        if kind == "double":
+            text = re.sub(r"\\([$`\"\\])", lambda m: m[1].translate(_HIDE), text)
+            return text.translate({**_HIDE, ord("$"): "$"})
+        if kind == "ansi":
+            text = text.encode("latin-1", "replace").decode("unicode_escape", "replace")
+        hidden = text.translate(_HIDE)
+        if kind == "document":           # the rest of its line comes first for the shell
+            return f" {hidden} " + re.sub(_QUOTED, self._hidden, match["rest"])
+        return " " + hidden if kind == "redirect" else hidden
 
-    def _begin(self, words):
-        """-> (the words from the program's name on, the variables set before it)"""
-        assigned = []
+    def _words(self, part):
+        """-> a command's words from its program's name on; variables it sets are remembered"""
+        words = []
+        for word in re.sub(_VARIABLE, self._value, part).split():
+            braces = re.fullmatch(r"([^{}]*)\{([^{}]*,[^{}]*)\}([^{}]*)", word)
+            words += [braces[1] + inner + braces[3] for inner in braces[2].split(",")] \
+                if braces else [word]
+        words = [word.translate(_SHOW) for word in words]
+        words.sort(key=lambda word: bool(re.match(r"[\d&]*[<>]", word)))      # > file comes last
+        if words[:1] == ["for"]:
+            words = ["".join(words[1:2]) + "=" + " ".join(words[3:])]
         while words:
-            match = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", words[0], re.S)
-            if match:
-                self.variables[match[1]] = None if "$" in match[2] else match[2]
-                assigned.append(match[1])
-            elif words[0].isdecimal() and words[1:] and re.match("[<>]", words[1]):
-                pass                                      # the 2 of 2> file
-            elif re.fullmatch(r"&?[<>]+[&|-]?", words[0]) and words[2:]:
-                words = words[2:] + ["", *words[:2]]      # > file comes at the end
-                continue
+            name, is_set, value = words[0].partition("=")
+            if is_set and name.isidentifier():
+                self.variables[name] = None if "$" in value else value
             elif words[0] not in _KEYWORDS:
                 break
-            words = words[1:]
-        return words, assigned
+            del words[0]
+        return words
 
-    def _after(self, words, folder):
-        """The folder after a command; and what it does to variables."""
-        if words[0] in ("for", "select", "read", "printf", "getopts", "mapfile"):
-            worst = next((w for w in words[3:] if self._marked(w, folder) == "/"), None)
-            self.variables.update((w, worst) for w in words[1:] if w.isidentifier())
+    def _value(self, match):
+        known = self.variables.get(match[1] or match[2], match[3] or "")
+        return match[0] if known is None else known
+
+    def _folder_after(self, words, folder):
+        """The folder after a command; what it may have given a value to is not known any more."""
+        for name in filter(str.isidentifier, words):      # read x, printf -v x
+            self.variables.setdefault(name, None)
         if words[0] in ("cd", "pushd"):
-            to = next((w for w in words[1:] if not w.startswith("-")), "~")
-            folder = self._path("~" if re.match(r"\d?$|[<>]", to) else to, folder)
-            self.variables["PWD"] = folder
+            to = next((w for w in words[1:] if w[:1] != "-"), "~")
+            folder = self._path("~" if "<" in to or ">" in to else to, folder)
         return folder
 
     def _with_inner(self, words, folder):
@@ -2343,37 +2315,12 @@ class ShellReader:
             raise ValueError("it is too long")
         marked = [self._marked(w, folder).replace("|", "¦") for w in words]
         for i in range(len(words) if is_wrapper else 1):
-            name, rest = os.path.basename(words[i]), words[i + 1:]
+            name, rest = re.sub("^[^<>]*/", "", words[i]), words[i + 1:]
             yield " ".join([name, *marked[i + 1:]])
             if re.fullmatch(_SHELL, name) or name in ("eval", "su", "ssh", "trap", "env"):
                 for inner in (" ".join(rest), *rest):
                     if re.search(r"\s", inner):
                         yield from self.commands(inner)
-
-    def _resolved(self, word):
-        """A word as written -> the words the shell makes of it."""
-        braces = re.fullmatch(r"([^{}'\"]*)\{([^{}'\"]*,[^{}'\"]*)\}([^{}'\"]*)", word)
-        if braces:
-            return [braces[1] + part + braces[3] for part in braces[2].split(",")]
-        out, at = [], 0
-        for m in re.finditer(_QUOTED, word):
-            out.append(self._expand(word[at:m.start()]))
-            inner, at = m[m.lastindex], m.end()
-            if m.lastindex == 3:         # "double quoted"
-                inner = self._expand(re.sub(r"\\([$`\"\\\n])", r"\1", inner))
-            elif m.lastindex == 4:       # $'with escapes'
-                inner = inner.encode("latin-1", "replace").decode("unicode_escape", "replace")
-            out.append("" if m[1] == "\n" else inner)
-        text = "".join(out) + self._expand(word[at:])
-        return text.split() if word.startswith("$") or "${IFS}" in word else [text]
-
-    def _expand(self, text):
-        def value(match):
-            known = self.variables.get(match[1], match[2] or "")
-            return match[0] if known is None else known
-        # $NAME, ${NAME}, ${NAME:-default}, ${NAME%/} and the like
-        return re.sub(r"\$(?:\{(?=\w+[^\w}]?[^}]*\}))?([A-Za-z_]\w*)(?::?[-=]([^}]*)\}|[^\w}]*\}|)",
-                      value, text)
 
     def _path(self, word, folder):
         word = re.sub(r"^~(?=/|$)", lambda m: self.home, word)
@@ -2399,12 +2346,11 @@ def judge(command: str, root: str, home: str, variables: dict) -> tuple[str, str
     `root` is where it starts, `home` the person's folder, `variables` what the shell will know.
     """
     found = {"": ""}
-    reader = ShellReader(root, home, {**variables, "IFS": " ", "HOME": home, "PWD": root})
+    reader = ShellReader(root, home, {**variables, "IFS": " ", "HOME": home, "PWD": "."})
     try:
         for line in reader.commands(command):
-            for parts, pattern, verdict, why in RULES:
-                is_near = any(part in line for part in parts.split(" "))
-                if is_near and re.match(rf"(?:.* \| )?(?:{pattern})", line):
+            for pattern, verdict, why in RULES:
+                if re.match(rf"(?:.* \| )?(?:{pattern})", line):
                     found.setdefault(verdict, f"{why} ({one_line(line, 60)})")
     except (ValueError, RecursionError) as e:
         found["ask"] = f"can't be read ({e})"
@@ -2427,7 +2373,7 @@ def judge_call(workspace: Workspace, environ: dict, tool: Tool, arguments: dict
 
 # ---- the person decides
 
-ANSWERS = "[y]es, [n]o why, [a]lways, [e]dit, [d]etails (Enter: no) "
+ANSWERS = "[y]es, [n]o why, [a]lways, [e]dit to, [d]etails (Enter: no) "
 MAX_SHOWN_LINES = 16                     # of a diff, until details are asked for
 
 
@@ -2505,25 +2451,25 @@ class Approver:
         while True:
             answer = self._ask(self._question(tool, arguments, reason, why, is_whole), cancel)
             if answer is None:
-                return Decision("deny", f"nobody is there to ask, and it {why}" if why else
-                                f"nobody is there to ask; --level {tool.level} would allow it",
-                                by="no terminal")
+                hint = f"it {why}" if why else f"--level {tool.level} would allow it"
+                return Decision("deny", f"nobody is there to ask; {hint}", by="no terminal")
             answer = answer.strip()
             word = answer.lower()
+            if word in ("a", "always") and not why:
+                self.grants.append(grant_key(tool, arguments))
+                word = "y"
             if word in ("y", "yes"):
                 return Decision(kind, "", arguments, "person")
-            if word in ("a", "always") and not why:
-                key = grant_key(tool, arguments)
-                self.grants.append(key)
-                return Decision(kind, f"from now on unasked: {key}", arguments, "person")
-            if word in ("e", "edit"):
-                kind, arguments = "edit", self._edited(arguments, cancel)
+            instead = re.fullmatch("[eE] +(.+)", answer)
+            if instead:                  # of the first argument: the command, or the path
+                kind = "edit"
+                arguments = {**arguments, **dict.fromkeys(list(arguments)[:1], instead[1])}
                 decision, why = self._unasked(tool, arguments)
                 if decision and decision.kind == "deny":
                     return decision
             elif word in ("d", "details"):
                 is_whole = True
-            elif not re.match(r"(y|yes|a|always)\b", word):           # "yes, but": asked again
+            elif not re.match(r"(y|yes|a|always|e|edit)\b", word):    # "yes, but": asked again
                 why_not = re.sub(r"(?i)^no?(?!\S)\s*", "", answer)
                 return Decision("deny", f"the person said no: {why_not}".rstrip(": "), by="person")
 
@@ -2539,15 +2485,6 @@ class Approver:
         return "\n    ".join([f"❓ {tool.name} ({LEVELS[tool.level]}){because}", *lines, *rule]) + (
             f"\n{tool.name}{what}: {ANSWERS.replace(' [a]lways,', '') if why else ANSWERS}")
 
-    def _edited(self, arguments, cancel):
-        """Return the arguments with those of one line as the person wants them."""
-        changed = dict(arguments)
-        for name, value in arguments.items():
-            if isinstance(value, str) and (name == "command" or "\n" not in value):
-                said = self._ask(f"    {name} (Enter keeps it): {visible(value)}\n    > ", cancel)
-                changed[name] = (said or "").strip() or value
-        return changed
-
 
 # ---- what was decided, and what is trusted
 
@@ -2562,11 +2499,9 @@ class Audit:
     def on_event(self, event: dict) -> None:
         """Take an event of the toolbox, masked, before the call runs and when it has ended."""
         if event["type"] == "decision" and event["level"] > 1:
-            keys = ("id", "tool", "level", "decision", "by", "reason")
             record = self._open[event["id"]] = {
-                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "session": self._session(),
-                "arguments": clip(json.dumps(event["arguments"], ensure_ascii=False), 2000),
-                **{k: event[k] for k in keys}}
+                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "session": self._session(), **event,
+                "arguments": clip(json.dumps(event["arguments"], ensure_ascii=False), 2000)}
         elif event["type"] == "result" and event["id"] in self._open:
             record = {**self._open.pop(event["id"]), "ok": event["ok"],
                       "seconds": event["seconds"], "outcome": one_line(event["text"])}
@@ -2608,12 +2543,10 @@ class Trust:
             content = _bytes_of(path)
         except OSError:                                   # not ours to read
             return None
-        real, known = os.path.realpath(path).replace("\n", "?"), read_text(self.path)
+        real = os.path.realpath(path).replace("\n", "?")
         entry = f"{_digest(content)}  {real}\n"
-        if entry in known:
+        if entry in read_text(self.path):
             return content
-        if f"  {real}\n" in known:
-            what = "has changed since you trusted it, and " + what
         shown = visible(redact(content.decode("utf-8", "replace"))).replace("\n", "\n    ")
         answer = self._ask(f"⚠️ {visible(path)} {what}. It says:\n    {shown}\n"
                            f"Do you trust {visible(os.path.basename(path))}? [y/N] ", Cancel())
@@ -2643,7 +2576,7 @@ class Trust:
 COMPACT_AT = 0.8                         # of the window
 KEEP = 0.3                               # of the window: the last rounds, which stay as they are
 MAX_UNDO = 1000                          # files kept as they were, of all conversations
-N_FACTS = 8                              # that join a system message, and as many lessons
+N_FACTS = 12                             # and lessons, that join a system message
 
 SUMMARY_PROMPT = """Summarise this part of a conversation between a person and a coding agent, for
 the agent's own notes, in at most 400 words. Keep exactly: what the person wants and said about
@@ -2673,7 +2606,7 @@ CREATE INDEX IF NOT EXISTS messages_of_session ON messages(session_id, id);
 class Store:
     """paicli.db.  Several processes share it, so each transaction is short and waits its turn."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, schema: str = SCHEMA):
         import sqlite3
         if path != ":memory:":
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
@@ -2682,7 +2615,7 @@ class Store:
         with contextlib.suppress(sqlite3.OperationalError):         # not on a network drive
             self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
-        self._db.executescript(SCHEMA)
+        self._db.executescript(schema)
 
     def run(self, sql: str, *values) -> list[tuple]:
         """Run one statement, a transaction of its own; return its rows.  Raises PaiError."""
@@ -2695,13 +2628,9 @@ class Store:
         import sqlite3
         with self._lock:
             try:
-                self._db.execute("BEGIN IMMEDIATE")
-                try:
+                with self._db:                            # commits, or rolls back
+                    self._db.execute("BEGIN IMMEDIATE")
                     yield lambda sql, *values: self._db.execute(sql, values)
-                    self._db.execute("COMMIT")
-                finally:
-                    if self._db.in_transaction:           # SQLite may have rolled back already
-                        self._db.execute("ROLLBACK")
             except sqlite3.Error as e:                    # the disk is full, say
                 raise PaiError(f"the conversation can't be stored: {e}") from e
 
@@ -2718,8 +2647,7 @@ def open_store(folder: str) -> tuple[Store, str]:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         return Store(os.path.join(folder, "paicli.db")), ""
     except (OSError, sqlite3.Error) as e:
-        why = getattr(e, "strerror", None) or e
-        return Store(":memory:"), f"{folder}/paicli.db can't be used ({why}): nothing is remembered"
+        return Store(":memory:"), f"{folder}/paicli.db can't be used ({e}): nothing is remembered"
 
 
 # ---- the conversation
@@ -2786,8 +2714,7 @@ class Memory:
             "AND ? IN (CAST(id AS TEXT), 'last') ORDER BY updated_at DESC, id DESC LIMIT 1",
             self.folder, choice)
         if not found:
-            raise ConfigError("no conversation was held in this folder" if choice == "last" else
-                              f"no conversation {choice} in this folder; see /sessions")
+            raise ConfigError(f"no conversation ({choice}) in this folder; see /sessions")
         self.clear()
         self.session_id, title, self.summary, *kept = found[0]
         rows = self.store.run("SELECT id, body FROM messages WHERE session_id = ? AND "
@@ -2796,10 +2723,8 @@ class Memory:
         self._messages = repaired(messages)
         self._last_id = rows[-1][0] if rows else None
         n_bad = len(rows) - len(messages)
-        bad = f"; {n_bad} of them can't be read and are left out" if n_bad else ""
-        last = one_line(message_text(self._messages[-1]), 100) if self._messages else ""
-        return (f"Conversation {self.session_id} goes on: {title} ({len(rows)} messages{bad})\n"
-                f"  {last}")
+        bad = f"; {n_bad} can't be read and are left out" if n_bad else ""
+        return f"Conversation {self.session_id} goes on: {title} ({len(rows)} messages{bad})"
 
     def background(self) -> str:
         """Return what joins the system message about what is no longer in messages()."""
@@ -2830,30 +2755,23 @@ class Memory:
         query: words that stood there
         """
         words, hits = keywords(query), []
-        rows = self.store.run("SELECT id, body FROM messages WHERE session_id = ? ORDER BY id",
-                              self.session_id)
+        sql = "SELECT id, body FROM messages WHERE session_id = ?"
         shown = {m.get("id") for m in self._messages}
-        for m in _parsed(rows):
+        for m in _parsed(self.store.run(sql, self.session_id)):
             text = message_text(m)
             n_found = len(words & keywords(text))
             if n_found and m["id"] not in shown:
                 first = min(at for at in map(text.lower().find, words) if at >= 0)
-                hits.append((n_found, m["id"], clip(text[max(0, first - 500):first + 1000], 1600)))
-        best = sorted(sorted(hits, reverse=True)[:5], key=lambda hit: hit[1])      # as it was said
+                hits.append((n_found, m["id"], text[max(0, first - 500):first + 1000]))
+        best = sorted(hits, reverse=True)[:5]
         return "\n\n".join(text for _, _, text in best) or "Nothing earlier has these words."
 
 
 def _parsed(rows):
     """-> messages with their id; a row that is none is left out."""
-    messages = []
-    for id_, body in rows:
-        message = _json(body)
-        with contextlib.suppress(LookupError, TypeError, AttributeError):
-            # Both look at what later code relies on, and raise for what is no message.
-            message_text(message), [c["id"] for c in message.get("tool_calls") or ()]
-            if message["role"] in ("user", "assistant", "tool"):
-                messages.append({**message, "id": id_})
-    return messages
+    parsed = ((id_, _json(body)) for id_, body in rows)
+    return [{**message, "id": id_} for id_, message in parsed
+            if _get(message, "role", str) in ("user", "assistant", "tool")]
 
 
 def repaired(messages: list[dict]) -> list[dict]:
@@ -2863,25 +2781,21 @@ def repaired(messages: list[dict]) -> list[dict]:
     with an answer.
     """
     out, open_ids = [], []               # open_ids: calls whose result has not come yet
-
-    def close(ends_turn):
-        out.extend({"role": "tool", "tool_call_id": id_, "content":
-                    "Error: PaiCLI ended before the result was stored; it may have been done"}
-                   for id_ in open_ids)
-        open_ids.clear()
-        if ends_turn and out and out[-1]["role"] != "assistant":
-            out.append({"role": "assistant", "content": "(Turn stopped: PaiCLI ended.)"})
-    for message in itertools.dropwhile(lambda m: m["role"] != "user", messages):
+    begun = itertools.dropwhile(lambda m: m["role"] != "user", messages)
+    for message in [*begun, {"role": "user"}]:            # a next question ends the last turn
         if message["role"] == "tool":
             if message.get("tool_call_id") in open_ids:
                 open_ids.remove(message["tool_call_id"])
                 out.append(message)
             continue
-        close(message["role"] == "user")
-        open_ids.extend(c["id"] for c in message.get("tool_calls") or ())
+        out += [{"role": "tool", "tool_call_id": id_, "content":
+                 "Error: PaiCLI ended before the result was stored; it may have been done"}
+                for id_ in open_ids]
+        if message["role"] == "user" and out and out[-1]["role"] != "assistant":
+            out.append({"role": "assistant", "content": "(Turn stopped: PaiCLI ended.)"})
+        open_ids = [c["id"] for c in message.get("tool_calls") or ()]
         if message.get("content") or open_ids:
             out.append(message)
-    close(True)
     return out
 
 
@@ -2900,11 +2814,10 @@ def message_tokens(messages: Iterable[dict]) -> int:
                for m in messages)
 
 
-def split_history(messages: list[dict], n_tokens: int) -> tuple[list[dict], list[dict]]:
-    """Return (old, kept): kept has the task and the last rounds, about n_tokens of them.
+def split_history(messages: list[dict], n_tokens: float) -> tuple[list[dict], list[dict]]:
+    """Return (old, kept): kept has the task and the last whole rounds, about n_tokens of them.
 
-    Whole rounds only: user | assistant, tool, tool | assistant | ...  The task is the last user
-    message; kept begins with it, or with an older one.
+    Rounds: user | assistant, tool, tool | assistant | ...  The task is the last user message.
     """
     begins = [i for i, m in enumerate(messages) if m["role"] != "tool"] or [0]    # of rounds
     users = [i for i in begins if messages and messages[i]["role"] == "user"] or [0]
@@ -2920,12 +2833,9 @@ def split_history(messages: list[dict], n_tokens: int) -> tuple[list[dict], list
 
 def _ask_aside(agent, prompt, texts, cancel):
     """The model's answer to something outside the conversation; its tokens count for the turn."""
-    def on_delta(kind, text):
-        if kind == "retry":
-            agent.on_event({"type": "notice", "text": text})
     reply = agent.model.reply([{"role": "system", "content": prompt},
                                {"role": "user", "content": "\n\n".join(texts)}],
-                              [], on_delta, cancel)
+                              [], lambda kind, text: None, cancel)
     agent.usage = agent.usage.plus(reply.usage)
     return reply.text
 
@@ -2935,7 +2845,6 @@ class Compactor:
 
     def __init__(self, window: Callable[[], int], on_event: Callable[[dict], None]):
         self._window, self._on_event = window, on_event   # window() is 0 if it is not known
-        self._ratio = 1.0                # measured tokens per estimated one
         self._no_use_below = 0           # compacting had no use; try again only above this
 
     def n_tokens(self, agent: Agent) -> int:
@@ -2943,8 +2852,8 @@ class Compactor:
         messages = agent.memory.messages()
         measured, n_seen = agent.memory.measured or (0, 0)
         if measured:
-            return measured + round(self._ratio * message_tokens(messages[n_seen:]))
-        return round(self._ratio * self._estimate(agent, messages))
+            return measured + message_tokens(messages[n_seen:])
+        return self._estimate(agent, messages)
 
     def _estimate(self, agent, messages):
         tools = json.dumps(agent.toolbox.schemas(), ensure_ascii=False)
@@ -2958,22 +2867,19 @@ class Compactor:
             return False
         self._on_event({"type": "wait", "text": "📝 Summarising..."})
         messages = agent.memory.messages()
-        estimate = self._estimate(agent, messages)
-        before = max(before, estimate // 2)               # some servers leave out what was cached
-        self._ratio = min(4.0, before / estimate)
+        before = max(before, self._estimate(agent, messages))       # some servers count too little
         window = min(limit or before, before) if must else limit
-        old, kept = split_history(messages, int(KEEP * window / self._ratio))
+        old, kept = split_history(messages, KEEP * window)
         summary = self._summary(agent, old, window, cancel) if old else agent.memory.summary
-        agent.memory.compacted(summary, old, kept)
-        room = COMPACT_AT * window / self._ratio - self._estimate(agent, [])
-        agent.memory.compacted(summary, [], _clipped(kept, room))
+        room = COMPACT_AT * window - self._estimate(agent, []) - estimate_tokens(summary)
+        agent.memory.compacted(summary, old, _clipped(kept, room))
         after = self.n_tokens(agent)
-        self._no_use_below = 0
+        is_full = limit and after >= COMPACT_AT * limit
+        self._no_use_below = 1.1 * after if is_full else 0
         if after < before:
             self._tell(f"Compacted: about {before} tokens are {after} now, {len(old)} messages "
                        "went into the summary")
-        if limit and after >= COMPACT_AT * limit:
-            self._no_use_below = after * 1.1
+        if is_full:
             self._tell(f"The instructions, tools and the current task take {after} of {limit} "
                        "tokens; compacting can't help. /clear starts a new conversation")
         return after < before
@@ -2982,42 +2888,25 @@ class Compactor:
         self._on_event({"type": "notice", "text": text})
 
     def _summary(self, agent, old, window, cancel):
-        """The old messages and the summary before them as one; if that fails, the one before."""
-        before = agent.memory.summary
+        """The old messages folded into the summary before them; if that fails, only the latter."""
+        before = summary = agent.memory.summary
         limit = min(4000, window // 2)                    # characters of one message
-        texts = [clip(t, limit) for t in [before, *map(message_text, old)] if t]
+        texts = [clip(message_text(m), limit) for m in old]
         try:
-            summary = clip(self._reduced(agent, texts, window, cancel), window)
-            if estimate_tokens(summary) < message_tokens(old) + estimate_tokens(before):
-                return summary
-            why = "the summary was no shorter"
+            while texts:                 # piece by piece, each with the summary so far
+                sizes = itertools.accumulate(map(estimate_tokens, texts))
+                n = max(1, sum(size < window / 2 for size in sizes))
+                piece, texts = [clip(summary, window), *texts[:n]], texts[n:]
+                summary = _ask_aside(agent, SUMMARY_PROMPT, piece, cancel)
+                if not summary:
+                    raise ModelError("the model gave no summary")
+            if estimate_tokens(summary) >= message_tokens(old) + estimate_tokens(before):
+                raise ModelError("the summary was no shorter")
+            return summary
         except ModelError as e:
-            why = str(e)
-        self._tell(f"{len(old)} old messages are left out, because they could not be summarised "
-                   f"({why}); the tool recall finds them")
-        return before
-
-    def _reduced(self, agent, texts, window, cancel):
-        """Map-reduce: summarise pieces that fit, then the summaries, until it is one."""
-        pieces, size = [[]], 0
-        for text in texts:
-            size += estimate_tokens(text)
-            if size * self._ratio > window / 2 and pieces[-1]:
-                pieces.append([])
-                size = estimate_tokens(text)
-            pieces[-1].append(text)
-        jobs = [functools.partial(_ask_aside, agent, SUMMARY_PROMPT, piece, cancel)
-                for piece in pieces]
-        summaries = []
-        for i in range(0, len(jobs), 4):                  # providers limit how many at once
-            summaries += run_parallel("summary", jobs[i:i + 4])
-        if not all(summaries):
-            raise ModelError("the model gave no summary")
-        if len(summaries) == 1:
-            return summaries[0]
-        if len(summaries) >= len(texts):
-            raise ModelError("the summaries did not get shorter")
-        return self._reduced(agent, summaries, window, cancel)
+            self._tell(f"{len(old)} old messages are left out, because they could not be "
+                       f"summarised ({e}); the tool recall finds them")
+            return before
 
 
 def _clipped(messages, n_tokens):
@@ -3071,13 +2960,12 @@ class Facts:
                        id_, self.folder).rowcount > 0
 
     def relevant(self, task: str) -> list[str]:
-        """Return the facts and lessons that have most words of a task; a lesson must have one."""
-        words, chosen = keywords(task), []
-        for kind, at_least in (("fact", 0), ("lesson", 1)):
-            ranked = sorted(((len(words & keywords(text)), id_, text) for id_, k, _, text
-                             in self.all() if k == kind), reverse=True)
-            chosen += [hit for hit in ranked if hit[0] >= at_least][:N_FACTS]
-        return [clip(text, 500) for _, _, text in sorted(chosen, key=lambda hit: hit[1])]
+        """Return what has most words of a task, best first; a lesson must have one."""
+        words = keywords(task)
+        ranked = sorted(((len(words & keywords(text)), kind, id_, text)
+                         for id_, kind, _, text in self.all()), reverse=True)
+        fitting = [text for n, kind, _, text in ranked if n or kind == "fact"]
+        return [clip(text, 500) for text in fitting[:N_FACTS]]
 
 
 LESSON_PROMPT = """A coding agent's turn ended badly: {why}. From what follows, write one lesson
@@ -3137,29 +3025,22 @@ class Undo:
 
     def _restore(self, rowid, path, before, mode, after):
         try:
-            is_other = os.path.realpath(path) != path or os.path.lexists(path) and (
-                not os.path.isfile(path) or _digest(_bytes_of(path)) != after)
-            if is_other:
+            is_there, done = os.path.lexists(path), "restored"
+            if os.path.realpath(path) != path or is_there and (
+                    not os.path.isfile(path) or _digest(_bytes_of(path)) != after):
                 done = "left as it is, because it was changed since"
             elif before is not None:
-                atomic_write(path, before)
-                os.chmod(path, mode)
-                done = "restored"
-            else:
-                with contextlib.suppress(FileNotFoundError):
-                    os.remove(path)
-                self._remove_empty(os.path.dirname(path))
-                done = "removed again"
+                atomic_write(path, before, mode)
+            elif is_there:
+                os.remove(path)
+                done, folder = "removed again", os.path.dirname(path)
+                while folder.startswith(self.memory.folder + os.sep) and not os.listdir(folder):
+                    os.rmdir(folder)
+                    folder = os.path.dirname(folder)
         except OSError as e:
             return f"could not be restored: {path}: {e.strerror}"
         self.memory.store.run("DELETE FROM undo WHERE rowid = ?", rowid)
         return f"{done}: {path}"
-
-    def _remove_empty(self, folder):
-        with contextlib.suppress(OSError):
-            while folder != self.memory.folder and _is_in(folder, self.memory.folder):
-                os.rmdir(folder)
-                folder = os.path.dirname(folder)
 
 
 # =============================================================================
