@@ -29,6 +29,13 @@ The map.  A section uses only what stands above it, so read from the top:
   Trust and memory
     7. APPROVAL        rules, levels, the question, what was decided, what is trusted
     8. MEMORY          conversations in SQLite, compaction, facts, lessons, undo
+  Code search
+   12. JAVA LEXER      comments and strings blanked, braces matched
+   13. JAVA OUTLINE    types, methods with their lines and calls, imports
+   14. CODE CHUNKS     which files, and how they are cut; who calls and extends whom
+   15. SEARCH TERMS    words of code and of questions, in four languages, as the same terms
+   16. EMBEDDINGS      vectors from Ollama and OpenAI-compatible servers
+   17. CODE INDEX      SQLite: by words and by vectors, one ranking, the graph
   For people
    22. COMMANDS        /help and its friends, each a small function
    23. TERMINAL        drawing, typing, questions, build() and main()
@@ -36,13 +43,17 @@ The map.  A section uses only what stands above it, so read from the top:
 from __future__ import annotations
 
 import base64
+import bisect
 import collections
 import contextlib
 import functools
 import getopt
+import heapq
 import http.client
 import itertools
 import json
+import math
+import operator
 import os
 import queue
 import random
@@ -55,8 +66,10 @@ import subprocess
 import sys
 import threading
 import time
+import unicodedata
 import urllib.parse
-from typing import Callable, Iterable, Iterator, Literal, NamedTuple
+from array import array
+from typing import Callable, Iterable, Iterator, Literal, NamedTuple, Sequence
 
 __version__ = "0.1.0"
 
@@ -148,12 +161,16 @@ _SECRET = r"""(?x) (\b(?i:Bearer)\s+) (?=[\w.~+/=-]*\d) [\w.~+/=-]{8,}
     | (\b(?i:x-api-key)['"]?\s*[:=]\s*['"]?) [\w.~+/=-]{8,}
     | ([?&](?:api_?key|access_token)=) [^&\s'"\\{}$<>]{4,}
     | (://[^/\s:@'"\\]*:) [^/\s@'"\\{}$<>]{2,} (?=@)"""
+# The same in rough: it begins with a set of characters, so it is searched for 15 times as fast.
+_MAYBE_SECRET = r"""[BbXx?&:](?:(?i:earer\s|-api-key)|api_?key=|access_token=|//[^/\s:@'"\\]*:)"""
 
 
 def redact(text: str, secrets: Iterable[str] = ()) -> str:
     """Return the text with `secrets`, bearer tokens, key parameters and URL passwords masked."""
     for secret in secrets:
         text = text.replace(secret, MASK)
+    if not re.search(_MAYBE_SECRET, text):
+        return text
     return re.sub(_SECRET, lambda m: next(filter(None, m.groups())) + MASK, text)
 
 
@@ -1124,7 +1141,7 @@ class DemoModel:
     It knows tools only by name and sees only messages, like any model.
     """
     HELP = "I am the demo model: a few keyword rules, no intelligence. Try:\n- " + "\n- ".join(
-        (*DEMO_EXAMPLES, "list FOLDER", "read FILE"))
+        (*DEMO_EXAMPLES, "list FOLDER", "read FILE", "where IS SOMETHING IN THE CODE"))
     # What is asked; the tool calls it takes, one a round; what is said then.  OUTPUT: the result.
     RULES = (
         (r"create a java project ([\w-]+)",
@@ -1145,7 +1162,8 @@ class DemoModel:
           ("execute_command", {"command": r"cd \1 && java -cp target/classes com.example.\2"})],
          "It compiles and runs. Its output: OUTPUT"),
         (r"list\s+(\S+)", [("list_dir", {"path": r"\1"})], "OUTPUT"),
-        (r"read (\S+)", [("read_file", {"path": r"\1"})], "OUTPUT"))
+        (r"read (\S+)", [("read_file", {"path": r"\1"})], "OUTPUT"),
+        (r"(?:where|how|which|find)\b.+", [("search_code", {"query": r"\g<0>"})], "OUTPUT"))
 
     def reply(self, messages: list[dict], tools: list[dict],
               on_delta: Callable[[str, str], None], cancel: Cancel) -> Reply:
@@ -1985,6 +2003,7 @@ Workspace: {root} ({system}). Paths are relative to it.
 Work on the task until it is done: think, call tools, look at the results, go on. When nothing is
 left to do, answer without a tool call. Your tools: {tools}.
 - Look before you act: read a file before you change it, list a folder before you guess names.
+- A question about the code base: search_code first, in English words, then read what it found.
 - Change files with edit_file (small, exact edits) or write_file; run what you changed if you can.
 - Independent reads may go into one reply; they run in parallel.
 - A result that begins with "Error:" did not happen. Read it, and try another way; do not repeat it.
@@ -2634,6 +2653,12 @@ class Store:
             except sqlite3.Error as e:                    # the disk is full, say
                 raise PaiError(f"the conversation can't be stored: {e}") from e
 
+    def insert(self, table: str, rows: list[tuple]) -> None:
+        """Insert rows; to be used within a transaction."""
+        if rows:
+            marks = ", ".join("?" * len(rows[0]))
+            self._db.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
+
     def close(self) -> None:
         """Close the database."""
         with self._lock:
@@ -3044,6 +3069,1378 @@ class Undo:
 
 
 # =============================================================================
+# 12. JAVA LEXER
+# =============================================================================
+# To find methods in Java you need no grammar, but you must never take a brace in a string for one
+# in the code.  So first everything that is not code becomes blanks; offsets and lines stay:
+#
+#     String s = "}"; // or }     java_blank     String s =    ;
+#     @A({1}) int f() { ... }     bare_code      #       int f() { ... }
+#
+# Then brace_map pairs the braces, so a body is jumped over in one step, and only what stands
+# between bodies becomes tokens: an object for each would cost more than all the rest.
+# Trap: \u007b is a brace too, a lone \r ends a line, and a pattern that fails after a long run
+# and is tried again from each character of it takes quadratic time.
+# Simplified: no syntax tree, just the few facts that a search needs.
+# Tests: TestJavaLexer (exercise, 2 of 3 stars).
+
+JAVA_WORD = r"[A-Za-z0-9_$\x80-\U0010ffff]+"          # a name, a keyword or a number
+# Each alternative starts with a plain character: three times as fast.  Unclosed: no group is set.
+JAVA_NOT_CODE = r'''(?x)
+    //[^\n\r]*()
+  | /\*[^*]*(?:\*(?!/)[^*]*)*(\*/)?
+  | """[^"\\]*(?:(?:\\[\s\S]|"(?!""))[^"\\]*)*(""")?
+  | "[^"\\\n\r]*(?:\\[^\n\r][^"\\\n\r]*)*(")?
+  | '[^'\\\n\r]*(?:\\[^\n\r][^'\\\n\r]*)*(')?'''
+JAVA_ANNOTATION = rf"@\s*(?!interface\b){JAVA_WORD}(?:\s*\.\s*{JAVA_WORD})*(?:\s*\()?"
+
+
+def java_blank(source: str) -> str:
+    """Return the source with comments, strings and characters as blanks: 'f("}")' -> 'f(   )'"""
+    source = source.replace("\ufeff", " ").replace("\r\n", " \n").replace("\r", "\n")
+    if "\\u" in source:
+        source = "\n".join([_decode_escapes(line) if "\\u" in line else line
+                            for line in source.split("\n")])
+    return re.sub(JAVA_NOT_CODE, lambda match: _blanks(match[0]) if match.lastindex else
+                  match[0][:2] + _blanks(match[0][2:]), source)    # unclosed: it shows where
+
+
+def _blanks(text):
+    return " " * len(text) if "\n" not in text else "\n".join(
+        [" " * len(line) for line in text.split("\n")])
+
+
+def _decode_escapes(line):
+    """Replace \\u007b by { and so on; blanks at the end keep the length."""
+    return re.sub(r"\\(?:\\|u+([0-9a-fA-F]{4}))", lambda match: match[0] if not match[1] else
+                  chr(int(match[1], 16)).replace("\n", "\r"), line).ljust(len(line))
+
+
+def java_tokens(text: str) -> list[str]:
+    """Return the tokens of a declaration's head: 'int[] f(A.B... x' -> int [ ] f ( A . B ... x"""
+    return re.findall(JAVA_WORD + r"|\.\.\.|\S", text)
+
+
+def brace_map(blanked: str) -> dict[int, int]:
+    """Return {offset of a {: offset of its }}, the text's length if it has none: 'a{b' -> {1: 3}"""
+    opened, pairs = [], {}
+    for brace in re.finditer("[{}]", blanked):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif opened:
+            pairs[opened.pop()] = brace.start()
+    if opened:
+        return _braces_by_indentation(blanked)
+    return pairs
+
+
+def _braces_by_indentation(blanked):
+    """Where a } is missing: a body ends at the latest before a member that is indented no more."""
+    opened, pairs = [], {}                                # opened: (offset, indentation)
+    for match in re.finditer(r"[{}]|^([ \t]*)(?:@|public\b|private\b|protected\b|static\b)",
+                             blanked, re.M):
+        if match[0] == "{":
+            line = blanked[blanked.rfind("\n", 0, match.start()) + 1:match.start()]
+            opened.append((match.start(), len(line) - len(line.lstrip())))
+        elif match[0] == "}" and opened:
+            pairs[opened.pop()[0]] = match.start()
+        while match[1] is not None and opened and opened[-1][1] >= len(match[1]):
+            pairs[opened.pop()[0]] = match.start() - 1
+    pairs.update((offset, len(blanked)) for offset, _ in opened)
+    return pairs
+
+
+def bare_code(blanked: str) -> str:
+    """Return blanked source with a # for each annotation: '@A(x = 1) int f' -> '#         int f'"""
+    pieces, done = [], 0
+    for match in re.finditer(JAVA_ANNOTATION, blanked):
+        start, end = match.span()
+        if start >= done:                              # else inside of another one
+            end = _closing(blanked, end) if blanked[end - 1] == "(" else end
+            pieces += blanked[done:start], "#", _blanks(blanked[start + 1:end])
+            done = end
+    return "".join(pieces) + blanked[done:]
+
+
+def _closing(text, position):
+    """Return where the group ends whose ( stands before `position`; a ; ends it too."""
+    depth = 1
+    for match in re.compile("[();]").finditer(text, position):
+        depth += 1 if match[0] == "(" else -1
+        if match[0] == ";" or not depth:
+            return match.end()
+    return len(text)
+
+
+# =============================================================================
+# 13. JAVA OUTLINE
+# =============================================================================
+# What is in a Java file: imports, types, methods with their lines, and who calls whom.
+#     class A extends B { int x = f(); void g(int y) { h(y); } }
+#     '-- type head --'   '- field -'  '- method head '- jumped over
+#
+# Each member has a head, up to the first of { ; = outside of parentheses.  The head says what it
+# is: a type is entered, a field skipped to its ;, a body jumped over.  Calls are found in one pass
+# over the file and dealt out by position.  javac gives the same on 99.9 % of 39,000 real files.
+# Trap: `List<T> f(` declares but `a > f(` calls; `record` and `yield` are often plain names.
+# Simplified: a call is only a name; types inside of methods are not listed; patterns nested behind
+# instanceof, and enum constants and abstract generic methods inside of a method, count as calls.
+# Tests: TestJavaOutline (exercise, 3 of 3 stars).
+
+JAVA_MODIFIERS = frozenset("""# public protected private static abstract final native
+    synchronized strictfp default""".split())
+JAVA_NO_CALL = frozenset("""if for while switch catch try synchronized return throw assert else do
+    case default yield this super""".split())
+JAVA_BEFORE_CALL = frozenset("return else throw yield when assert do".split())
+JAVA_TYPE = rf"(?<!\.)\b(class|interface|enum|record)\s+({JAVA_WORD})"
+# A member's head: (text before)(parameters)(text behind)(what ended it)
+JAVA_HEAD = r"\s*([^(){};=]*)(?:\(([^(){};]*)\)([^(){};=]*))?([(){};=]|\Z)"
+# A lookbehind does the work of a leading \b: plain letters are searched for faster.
+JAVA_IMPORT = r"import(?<=\bimport)\s+(?!module\s+\w)(static\s)?([^;{}*]{,500}?)(\.\s*\*\s*)?;"
+JAVA_CASE = r"case(?<=\bcase)\s[^:;{}]*?(?:->|:|\bwhen\b|[;{}]|\Z)"     # case A(B(var x)) ->
+# For text read backwards, again to start with a plain character: the name of a call, the path
+# before it, and the word or the sign before that.
+JAVA_CALL = (rf"\(\s*({JAVA_WORD})((?:\s*\.\s*{JAVA_WORD})*)"
+             rf"(?=\s*(?:({JAVA_WORD})|(\.>|>[^(){{}};=]*<\s*wen\b|>-?|\S))?)")
+
+
+class JavaImport(NamedTuple):
+    """An import; its name is without the .* of a wildcard."""
+    name: str
+    is_static: bool
+    is_wildcard: bool
+
+
+class JavaType(NamedTuple):
+    """A type, `Outer.Inner`; kind: class, interface, enum, record, annotation or implicit."""
+    name: str
+    kind: str
+    start_line: int               # of the first modifier or annotation
+    end_line: int
+    extends: list[str]            # without type arguments
+    implements: list[str]
+
+
+class JavaMethod(NamedTuple):
+    """A method of `type`; kind: method, constructor or compact_constructor."""
+    type: str
+    name: str
+    params: list[str]             # their types: ["List<? extends T>", "int[]", "String..."]
+    kind: str
+    start_line: int
+    end_line: int
+    calls: list[str]              # the names it calls, in order, each as often as it is called
+
+
+class JavaOutline(NamedTuple):
+    """What was understood of a file; `error` is "" or the first thing that was not."""
+    package: str
+    imports: list[JavaImport]
+    types: list[JavaType]
+    methods: list[JavaMethod]
+    error: str
+
+
+def java_outline(source: str) -> JavaOutline:
+    """Return what the source declares.  Never raises: `error` says "line 12: unclosed {"."""
+    reader = _JavaReader(bare_code(java_blank(source)))
+    reader.read()
+    package = re.search(r"package(?<=\bpackage)\s([^;{}]{,500});", reader.text)
+    imports = [JavaImport("".join(match[2].split()), bool(match[1]), bool(match[3]))
+               for match in re.finditer(JAVA_IMPORT, reader.text)]
+    return JavaOutline("".join(package[1].split()) if package else "", imports,
+                       reader.types, reader.methods, reader.error)
+
+
+class _JavaReader:
+    def __init__(self, text):
+        self.text, self.braces, self.calls = text, brace_map(text), _calls(text)
+        self.line_ends = list(itertools.accumulate([len(line) + 1 for line in text.split("\n")]))
+        self.types, self.methods, self.error = [], [], ""
+        self.entered = [("", False, "")]               # (name, is it a record, its components)
+
+    def read(self):
+        match_head, position = re.compile(JAVA_HEAD).match, 0
+        while position < len(self.text):
+            position = self._member(match_head(self.text, position))
+        for opening in ('"', "'", "/*"):
+            self._fail(self.text.find(opening), "unclosed " + opening)
+        unclosed = [place for place, end in self.braces.items() if self.text[end:end + 1] != "}"]
+        self._fail(max(unclosed, default=-1), "unclosed {")
+        if any(not method.type for method in self.methods):    # a class without a head, JDK 25
+            lines = [(x.start_line, x.end_line) for x in self.types + self.methods]
+            self.types.insert(0, JavaType("", "implicit", min(lines)[0], max(lines)[1], [], []))
+
+    def _line(self, position):
+        return bisect.bisect(self.line_ends, position) + 1
+
+    def _fail(self, position, what):
+        if position >= 0 and not self.error:
+            self.error = f"line {self._line(position)}: {what}"
+
+    def _member(self, head):
+        """Read the member with this head; return where the next one starts."""
+        before, params, _, ended_by = head.groups()
+        named = re.search(JAVA_TYPE, before) if ended_by == "{" else None
+        if named:
+            return self._enter(head, *named.groups())
+        owner, is_record, _ = self.entered[-1]
+        is_compact = is_record and java_tokens(before)[-1:] == [owner.rpartition(".")[2]]
+        if params is not None or is_compact and ended_by == "{":
+            return self._method(head)
+        if ended_by == "{":                            # an initialiser or a module
+            return self.braces[head.end() - 1] + 1
+        if ended_by == "=":
+            return self._statement_end(head.end())
+        if ended_by == "}" and len(self.entered) > 1:
+            self.entered.pop()
+        elif ended_by in ("(", ")", "}"):
+            self._fail(head.end() - 1, "unexpected " + ended_by)
+        return head.end()
+
+    def _enter(self, head, kind, name):
+        owner, start, end = self.entered[-1][0], head.start(1), head.end()
+        name = f"{owner}.{name}"[-3000:] if owner else name    # a limit for hostile nesting
+        tokens = _without_arguments(java_tokens(head[1] + (head[3] or "")))
+        self.types.append(JavaType(
+            name, "annotation" if "@" in head[1] else kind, self._line(start),
+            self._line(self.braces[end - 1]), _names(tokens, "extends"),
+            _names(tokens, "implements")))
+        self.entered.append((name, kind == "record", head[2] or ""))
+        return self._statement_end(end) if kind == "enum" else end     # the constants come first
+
+    def _method(self, head):
+        owner, _, components = self.entered[-1]
+        *tokens, name = java_tokens(head[1]) or [""]
+        kind = ("compact_constructor" if head[2] is None else "constructor"
+                if JAVA_MODIFIERS.issuperset(_without_arguments(tokens)) else "method")
+        params = _parameters(components if head[2] is None else head[2])
+        if head[4] == "{" and "default" not in (head[3] or ""):
+            last = self.braces[head.end() - 1]
+        else:                                          # int[] value() default {1, 2};
+            last = self._statement_end(head.end() - 1) - 1
+        calls = self.calls[bisect.bisect(self.calls, (head.end(),)):
+                           bisect.bisect(self.calls, (last,))]
+        self.methods.append(JavaMethod(owner, name, params, kind, self._line(head.start(1)),
+                                       self._line(last), [called for _, called in calls]))
+        return last + 1
+
+    def _statement_end(self, position):
+        """Return where the statement ends: behind its ;, or before the } of the type."""
+        find = re.compile("[;{}]").search
+        match = find(self.text, position)
+        while match and match[0] == "{":
+            match = find(self.text, self.braces[match.start()] + 1)
+        return match.start() + (match[0] == ";") if match else len(self.text)
+
+
+def _without_arguments(tokens):
+    depth, kept = 0, []
+    for token in tokens:
+        depth += token == "<"
+        if not depth:
+            kept.append(token)
+        depth -= token == ">"
+    return kept
+
+
+def _names(tokens, clause):
+    """Return the names behind `extends` or `implements`."""
+    after = tokens[tokens.index(clause) + 1:] if clause in tokens else []
+    names = itertools.takewhile(lambda x: x not in ("extends", "implements", "permits"), after)
+    return "".join([token for token in names if token != "#"]).split(",") if after else []
+
+
+def _parameters(text):
+    """'final Map<K, V> a, int b[]' -> ['Map<K,V>', 'int[]']"""
+    depth, params = 0, [[]]
+    for token in java_tokens(text):
+        depth += (token == "<") - (token == ">")
+        if token == "," and not depth:
+            params.append([])
+        elif token not in ("final", "#"):
+            params[-1].append(f" {token} " if token in ("extends", "super") else token)
+    return [_parameter_type(tokens) for tokens in params if tokens and tokens[-1] != "this"]
+
+
+def _parameter_type(tokens):
+    name_at = len(tokens) - 1
+    while name_at and tokens[name_at] in "[]":
+        name_at -= 1
+    return "".join(tokens[:name_at] + tokens[name_at + 1:])    # what follows the name is []
+
+
+def _calls(text):
+    """Return [(offset, name)] of the calls in a file."""
+    text = re.sub(JAVA_CASE, lambda match: _blanks(match[0]), text)
+    calls, classes = [], set(re.findall(rf"class\s+({JAVA_WORD})", text))
+    match_body = re.compile(r"[^(){};]*\)\s*(?:\{|throws\b)").match
+    for match in re.finditer(JAVA_CALL, text[::-1]):
+        name, path, word, sign = match.groups("")
+        name, behind = name[::-1], len(text) - match.start()
+        may_declare = sign == ">" or name in classes           # a method inside of a method
+        if _is_call(name, path, word, sign) and not (may_declare and match_body(text, behind)):
+            calls.append((behind, name))
+    return calls[::-1]
+
+
+def _is_call(name, path, word, sign):
+    """Tell a call from a keyword, from `new X(`, and from `int f(` in a type inside of a method."""
+    if name in JAVA_NO_CALL:
+        return name == "yield" and bool(path or sign == ".")
+    if word:
+        return word != "wen" if path else word[::-1] in JAVA_BEFORE_CALL
+    return bool(path) or not (sign in ("#", "]", ".>") or sign.endswith("wen"))
+
+
+# =============================================================================
+# 14. CODE CHUNKS
+# =============================================================================
+# A search should find a method, not a file of 3,000 lines: code is cut where its language cuts it.
+#
+#     folder --> source_files --> Java: outline | Python: ast | anything else: pieces
+#                                                |
+#                                                +--> chunks, and relations between names
+#
+# In: a folder, or one file's text.  Out: Chunks, and Relations like ("Agent.run", "calls", "chat").
+# A chunk's text is exactly its lines of the file.
+# Trap: a folder holds anything: links in a circle, pipes, keys, node_modules, a 300 MB .bin, code
+# that does not parse.  Of that, what was understood is kept, and the rest is cut into pieces.
+# Simplified: calls go by name alone; products ask a compiler which of ten run() is meant.
+# Tests: TestCodeChunks (exercise, 1 of 3 stars).
+
+MAX_SOURCE_BYTES = 1 << 20
+# Code and prose.  No settings (.yml, .properties, .json): they hold passwords, and data.
+SOURCE_SUFFIXES = tuple(
+    ".java .kt .kts .scala .groovy .gradle .py .js .jsx .mjs .ts .tsx .vue .go .rs .c .h .cc .cpp "
+    ".hpp .cs .swift .m .rb .php .pl .lua .r .dart .ex .exs .erl .hs .clj .sh .bash .ps1 .sql "
+    ".proto .graphql .html .css .scss .xml .md .rst .txt".split())
+SKIPPED_FOLDERS = set("node_modules bower_components __pycache__ venv site-packages".split())
+OUTPUT_FOLDERS = set("target build dist out bin obj".split())       # below src/ they are packages
+
+
+class Chunk(NamedTuple):
+    """A piece of a source file that makes sense alone."""
+    path: str                            # relative to the root, with /
+    kind: str                            # class (its first lines), method or file (a piece of one)
+    name: str                            # "Agent", "Agent.run(String, int)", the file's name
+    text: str
+    start_line: int                      # from 1; of a method, that of the comment above it
+    end_line: int
+
+
+class Relation(NamedTuple):
+    """What one name has to do with another."""
+    name: str                            # "Agent" or "Agent.run"
+    kind: str                            # extends, implements, imports, contains or calls
+    other: str                           # of a call only the method's own name
+
+
+# ---- which files
+
+def ignore_rule(line: str, folder: str = "") -> tuple[str, bool]:
+    """Return (regex for whole paths, whether it excludes them) of a line in folder's .gitignore.
+
+    "*.log" -> (r"(?:.*/)?[^/]*\\.log/?", True).  Paths of folders end in /; so may `folder`.
+    Source: https://git-scm.com/docs/gitignore
+    """
+    def meaning(match):
+        glob = match[0]
+        if glob[0] == "[" and glob[1:]:
+            return glob.replace("[!", "[^")
+        return {"**/": "(?:.*/)?", "/**": "/.+", "*": "[^/]*", "?": "[^/]"}.get(
+            glob, re.escape(glob[-1]))
+    path = line.lstrip("!").rstrip("/")
+    anywhere = "" if "/" in path else "(?:.*/)?"
+    regex = re.sub(r"\*\*/|/\*\*$|\[[^]]+\]|\\?.", meaning, path.lstrip("/"))
+    end = "/" if line.endswith("/") else "/?"
+    return re.escape(folder) + anywhere + regex + end, not line.startswith("!")
+
+
+def source_files(root: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield (path, stat) of each file worth searching below root; paths are relative, with /."""
+    todo = [("", ())]                    # folders to look into, and the rules that hold there
+    while todo:
+        folder, rules = todo.pop()
+        lines = read_text(os.path.join(root, folder, ".gitignore")).split("\n")
+        mine = [ignore_rule(line.strip(), folder) for line in lines
+                if line.strip() and not line.startswith("#")]
+        rules = (*((re.compile(regex), excludes) for regex, excludes in reversed(mine)), *rules)
+        with contextlib.suppress(OSError):                # a folder that is not ours to read
+            for entry in sorted(os.scandir(os.path.join(root, folder)), key=lambda e: e.name):
+                is_folder = entry.is_dir(follow_symlinks=False)
+                path = folder + entry.name + "/" * is_folder
+                if next((excludes for rule, excludes in rules if rule.fullmatch(path)), False):
+                    continue
+                if is_folder and _is_worth_a_look(path):
+                    todo.append((path, rules))
+                elif entry.is_file(follow_symlinks=False) and path.endswith(SOURCE_SUFFIXES):
+                    yield path, entry.stat(follow_symlinks=False)
+
+
+def _is_worth_a_look(folder):
+    *above, name = folder.rstrip("/").split("/")
+    return not (name.startswith(".") or name in SKIPPED_FOLDERS
+                or name in OUTPUT_FOLDERS and "src" not in above)
+
+
+# ---- what is in a file: parts [(kind, name, first line, last line)], relations, error
+
+def _java_parts(path, text):
+    outline, relations = java_outline(text), []
+    parts = [("class", t.name, t.start_line, t.end_line) for t in outline.types]
+    for t in outline.types:
+        relations += [Relation(t.name, "extends", other) for other in t.extends]
+        relations += [Relation(t.name, "implements", other) for other in t.implements]
+        if "." in t.name:
+            relations.append(Relation(t.name.rpartition(".")[0], "contains", t.name))
+    for i in outline.imports if outline.types else ():
+        if not i.name.startswith(("java.", "javax.")):
+            relations.append(Relation(outline.types[0].name, "imports", i.name))
+    for m in outline.methods:
+        name = f"{m.type}.{m.name}"
+        parts.append(("method", f"{name}({', '.join(m.params)})", m.start_line, m.end_line))
+        relations.append(Relation(m.type, "contains", name))
+        relations += [Relation(name, "calls", other) for other in dict.fromkeys(m.calls)]
+    return parts, relations, outline.error
+
+
+def _python_parts(path, text):
+    import ast
+    import warnings
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")               # about escapes like "\d", on stderr
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+        return [], [], f"line {getattr(e, 'lineno', 1)}: {getattr(e, 'msg', e)}"
+    parts, relations = [], []
+    for name, node in _definitions(tree.body):
+        first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        if "." in name:
+            relations.append(Relation(name.rpartition(".")[0], "contains", name))
+        if isinstance(node, ast.ClassDef):
+            parts.append(("class", name, first, node.end_lineno))
+            relations += [Relation(name, "extends", ast.unparse(base)) for base in node.bases]
+        else:
+            names = ", ".join(a.arg for a in node.args.args)
+            parts.append(("method", f"{name}({names})", first, node.end_lineno))
+            called = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
+            names = [getattr(f, "attr", getattr(f, "id", "")) for f in called]
+            relations += [Relation(name, "calls", other) for other in filter(None, names)]
+    return parts, relations, ""
+
+
+def _definitions(body, owner=""):
+    """Yield ("Agent.run", node) for the classes and functions, but none within a function."""
+    for node in body:
+        name = owner + getattr(node, "name", "")
+        if hasattr(node, "decorator_list"):
+            yield name, node
+        if hasattr(node, "bases"):                        # a class
+            yield from _definitions(node.body, name + ".")
+        elif not hasattr(node, "decorator_list"):         # if, try, with
+            yield from _definitions(getattr(node, "body", ()), owner)
+
+
+# ---- chunks
+
+def read_source(path: str, text: str) -> tuple[list[Chunk], list[Relation], str]:
+    """Return a file's chunks, its relations, and "" or where it could not be understood."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    parse = {".java": _java_parts, ".py": _python_parts}.get(os.path.splitext(path)[1])
+    parts, relations, error = parse(path, text) if parse else ([], [], "")
+    lines, chunks = text.split("\n"), []
+    for kind, name, first, last in parts:
+        if kind == "class":
+            last = min(last, first + 5)
+        else:
+            first = _comment_above(lines, first)
+        chunks.append(Chunk(path, kind, name, "\n".join(lines[first - 1:last]), first, last))
+    if error or not parts:               # what is in no chunk yet is cut into pieces
+        covered = {n for c in chunks for n in range(c.start_line, c.end_line + 1)}
+        left = [n for n in range(1, len(lines) + 1) if n not in covered]
+        for _, run in itertools.groupby(enumerate(left), lambda pair: pair[1] - pair[0]):
+            numbers = [n for _, n in run]
+            text = "\n".join(lines[numbers[0] - 1:numbers[-1]])
+            chunks += [Chunk(path, "file", os.path.basename(path), *piece)
+                       for piece in text_pieces(text, numbers[0])]
+    return chunks, relations, error
+
+
+def chunk_file(path: str, text: str) -> list[Chunk]:
+    """Return a file's chunks: classes and methods of Java and Python, pieces of all else."""
+    return read_source(path, text)[0]
+
+
+def _comment_above(lines, first):
+    """The line where the comment directly above line `first` begins, or `first`."""
+    above = first - 1
+    if above and lines[above - 1].rstrip().endswith("*/"):
+        while above and "/*" not in lines[above - 1]:
+            above -= 1
+        return above or first
+    while above and lines[above - 1].lstrip().startswith(("//", "#")):
+        above -= 1
+    return above + 1
+
+
+# All that is left, or up to a blank line, or at least whole lines, or a piece of a very long one.
+_PIECE = r"(?s)\n*(.{1,2000}\Z|.{500,2000}(?=\n[ \t]*\n)|.{1,2000}(?=\n)|.{1,2000})"
+
+
+def text_pieces(text: str, first_line: int = 1) -> Iterator[tuple[str, int, int]]:
+    """Cut a text into (piece, first line, last line), pieces of at most 2,000 characters."""
+    at, line = 0, first_line
+    for match in re.finditer(_PIECE, text):
+        line += text.count("\n", at, match.start(1))
+        at = match.start(1)
+        piece = match[1].rstrip("\n")
+        if piece.strip():
+            yield piece, line, line + piece.count("\n")
+
+
+def embedding_text(chunk: Chunk) -> str:
+    """Return what is embedded: "[method:Agent.run] public String run(...) {...}"."""
+    return f"[{chunk.kind}:{chunk.name.partition('(')[0]}] {chunk.text}"
+
+
+# =============================================================================
+# 15. SEARCH TERMS
+# =============================================================================
+# Code says parseHttpHeaders; a person asks "where is a header parsed?", perhaps in Chinese.
+# Both become the same short terms, for a plain word search to bring them together:
+#
+#     parseHttpHeaders  -->  pars http header                                    terms()
+#     where is a header parsed?  请求头在哪里解析？  Gdzie parsowany jest nagłówek?
+#                       -->  {header: 1}, {pars: 1, read: 0.4}                   query_terms()
+#
+# Words are cut at capitals, digits and _, and lose English endings.  Chinese, without blanks, is
+# cut into the longest words of the glossary.  Serbian and Polish words change at their end:
+# there the glossary has roots, and the longest that a word begins with counts.
+# Trap: a term need not be a word ("pars"); it only has to be the same in code and question.
+# Simplified: search engines learn synonyms and translations from data.
+# Tests: TestSearchTerms (exercise, 1 of 3 stars).
+
+SYNONYM_WEIGHT, TRANSLATION_WEIGHT = 0.4, 0.5       # the latter of a line's second, third word
+# What is no part of a word becomes a blank: three times as fast as a regular expression.
+_WORD_BYTES = bytes(b if b > 127 or chr(b).isalnum() or b in b"_\0" else 32 for b in range(256))
+_SUBWORD = r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+|[^\W\d_A-Za-z]+"
+_ENDING = (r"(?<=[a-z]{2})(?:([bdgmnprt])\1|(?<=[a-z]{3}))"         # mapping -> map
+           r"(?:ings?|ions?|ed|ies|ied|es|e|y|(?<![su])s)$")         # queries, query -> quer
+STOP_WORDS = set("the an of in at are was were be been it its than how which what when".split())
+# Of these names are made too, like isEmpty and forEach, so only questions lose them.
+QUESTION_WORDS = set(
+    "where who why is does do did has have had can could will would should for from to as by with "
+    "if on and or not that this then there these so such any all some other only into "
+    "da li je se su na po za iz od ne sa co ze czy jak".split())
+_CYRILLIC = "аa бb вv гg дd еe зz жz иi јj кk лl љlj мm нn њnj оo пp рr сs тt ћc уu фf хh цc чc шs"
+# English words of one meaning: the same in Chinese, and roots of Serbian and Polish words.
+GLOSSARY = """\
+get fetch retrieve obtain take taken: 获取 取得 取出 得到 dobij dohvat uze uzim pobier pobra uzysk otrzym;
+set assign apply: 设置 设定 赋值 postav dodel ustaw przypis; contain include has: 包含 sadrž zawier; add
+append insert put push: 添加 插入 追加 放入 doda umet ubac unos unet wstaw dołącz; remove delete drop erase
+strip trim: 删除 移除 去掉 去除 ukla uklo briš obriš izbac usuw usun kasow; create make build built
+construct new: 创建 建立 构建 新建 kreir prav naprav tworz utworz budow; generate: 生成 产生 generi generow
+wygener; find found search lookup locate: 查找 搜索 寻找 找 traž nalaz nađ pretra szuka znajd; check
+verify validate test valid alive: 检查 验证 校验 判断 有效 prover ispit važe živ sprawd popraw waż żyw; read:
+读 读取 cita učita czyta odczyt; load: 加载 载入 učita ładow wczyt; save store keep kept hold held: 保存 存储
+暂存 čuva sačuv zadrž sklad przechow; write written print output: 写 写入 写出 输出 打印 upis ispis piše pisa
+zapis wypis pisz; convert transform translate: 转换 变换 翻译 转 pretvar pretvor konver prevo konwer
+przekszt tłumacz; replace substitute: 替换 取代 zamen zastąp zamien podmien; parse read: 解析 分析 pars
+raščlan analiz; format: 格式 formati formatow; resolve: 解析 解决 razreš rozwiąz rozstrzyg; compare: 比较
+对比 pored upored porów; equal same: 相等 等于 相同 jednak ist równ; match: 匹配 poklap podudar pasuj dopas;
+copy clone duplicate: 复制 拷贝 克隆 kopi klon skopi; move shift: 移动 移 premeš pomer przenies przenos
+przesu; sort order: 排序 sort uređ porząd; order sequence: 顺序 次序 redosled kolejnoś; reverse: 反转 逆 obr
+odwrac odwróc; count number: 计数 数量 个数 数目 broj prebroj liczb ilość policz; size length: 大小 长度 duž
+velič długo rozmiar; split separate tokenize part: 拆分 分割 切分 分段 deli delj podel razdvaj dziel
+podziel rozdziel; join merge concat: 合并 拼接 spaj spoj łącz scal; open: 打开 开启 otvar otvor otwier
+otwar; close shutdown: 关闭 zatvar zatvor zamyk zamkn; start begin launch first: 启动 开始 开头 pokre počet
+počin započ rozpocz początk uruch; stop end finish last: 停止 结束 终止 末尾 zaustav završ kraj zatrzym
+zakończ koniec; execute run: 执行 运行 izvrš wykon; call invoke trigger: 调用 触发 poziv pozov wywoł; send
+sent: 发送 šalj posla sla wysył wysła; receive accept: 接收 收到 prim odbier odbior; wait await block: 等待
+čeka czeka oczek; notify signal: 通知 obavešt powiad; handle process: 处理 obrad przetw obsłu;
+exception error fail throw thrown: 异常 错误 报错 抛出 失败 greš izuze bac błąd błęd wyjąt rzuc zgłasz; skip
+ignore: 跳过 忽略 preskač preskoč ignor pomij pomin; clear reset: 清空 清除 重置 očist poništ czyś wyczyś;
+restore reset revert: 恢复 还原 obnov vrać przywr; return back: 返回 归还 vra povrat zwrac zwróc wrac;
+commit: 提交 potvr zatwier; rollback: 回滚 poništ wycof; transaction: 事务 transakc; bind bound set: 绑定
+vez povez wiąz powiąz; wrap decorate: 包装 封装 包裹 omot obmot owij opakow; intercept: 拦截 presre
+przechwy; register: 注册 登记 registr rejestr; select choose chosen pick: 选择 选取 bira izbor izabr odabi
+wybier wybór wybran; filter: 过滤 筛选 filtr; encode: 编码 kodir kodow zakod; decode: 解码 dekod; charset
+encoding: 编码 字符集 kodn kodiran kodow; escape: 转义 eskejp; encrypt cipher: 加密 šifr szyfr; serialize:
+序列化 serij serial; deserialize: 反序列化 deserij deserial; initialize init: 初始化 inicij inicj; hash: 哈希
+散列 heš hasz miesz; release free: 释放 oslob zwaln zwoln; update change modify: 更新 修改 更改 改变 ažur
+promen izmen menj aktual zmien zmian; connection connect: 连接 konekc vez povez połącz; pool: 池 bazen
+pul; pool connection: 连接池; pool thread: 线程池; database db: 数据库 baz; data: 数据 podat podac danych;
+statement: 语句 iskaz nared instruk poleceń zapyt; prepare: 预编译 准备 pripre przygot; query select: 查询
+upit zapyt; result: 结果 rezul wynik; row: 行 red wiersz; column: 列 kolon; table: 表 tabel; key: 键 主键
+密钥 ključ klucz; value: 值 vredn warto; map mapping: 映射 map odwzor; list: 列表 清单 list; collection: 集合
+kolekc zbirk; array: 数组 niz tablic; set: 集合 skup zbiór; queue: 队列 red kolejk; stack: 栈 stek stos;
+tree: 树 stabl drzew; node: 节点 čvor węz; element item: 元素 项 elem stavk; entry: 条目 项 unos wpis;
+parent: 父 rodit rodzic nadrz; child children: 子 deca dece decu dziec; root: 根 koren korze; iterate
+loop each traverse: 遍历 迭代 循环 obila iter pętl przech; index position ordinal: 索引 下标 位置 序号 indeks
+pozic položaj numer pozyc; first: 第一 首 prv pierwsz; last: 最后 posled ostatn; next: 下一 sledeć następ;
+previous: 上一 prethod poprzed; empty blank: 空 praz pust; null: 空值; exist: 存在 posto istni; cache: 缓存
+keš podręczn; memory: 内存 memor pamię; thread: 线程 nit wątk wątek; lock: 锁 zaključ brav blok; unlock:
+解锁 otključ odblok; concurrent: 并发 konkur współb; synchronize: 同步 sinhron synchron; async: 异步 asinhr
+asynchr; task job: 任务 作业 zadat zadac zadani; schedule timer: 调度 定时 安排 zakaz raspor planow; timeout
+expire: 超时 过期 iste przekrocz wygas; time: 时间 vrem czas; date: 日期 datum data daty datę; day: 天 dan
+dzień dni; hour: 小时 sat godz; minute: 分钟 minut; second: 秒 sekund; year: 年 godin rok lat; zone: 时区
+zon stref; duration elapsed: 时长 耗时 traja trwa; file: 文件 datot fajl plik; directory folder dir: 目录
+文件夹 direk fascik katal; path: 路径 putanj ścież; resource: 资源 resurs zasob; stream: 流 tok strum;
+buffer: 缓冲 bafer bufor; input: 输入 ulaz wejśc; output: 输出 izlaz wyjśc; byte: 字节 bajt; character
+char: 字符 znak karakt; string text: 字符串 文本 nisk strin tekst napis łańcuch; line: 行 lini red wiersz;
+digit: 数字 cifr cyfr; number: 数 数字 broj liczb numer; upper: 大写 velik wielk; lower: 小写 mal; prefix:
+前缀 prefiks; suffix: 后缀 sufiks; whitespace space: 空白 空格 razmak bial spacj; separator delimiter: 分隔符
+separ granič rozdziel; pattern regex: 模式 正则 obraz wzor; comment: 注释 komentar; token: 标记 词法 token;
+expression: 表达式 izraz wyraż; condition: 条件 uslov warun; variable: 变量 promenlj zmienn; constant: 常量
+konst stał; field: 字段 pól; property: 属性 svoj właściw; attribute: 属性 atrib atryb; parameter
+argument: 参数 param argum; method function: 方法 函数 metod funk; class: 类 klas; interface: 接口 interf;
+type: 类型 tip typ; subclass: 子类 podkl podtip podtyp; superclass: 父类 超类 nadkl; constructor: 构造函数 构造器
+konstruk; object: 对象 objek obiekt; instance: 实例 instan; enum: 枚举 nabraj wylicz; annotation: 注解 anot
+adnot; reflection: 反射 reflek; proxy: 代理 proksi pośredn; lazy: 延迟 懒 odlož leniw; dynamic: 动态 dinam
+dynam; name: 名称 名字 名 ime naziv nazw; alias short: 别名 kratk skrót krótk; default: 默认 缺省 podrazum
+domyśl; log: 日志 log dnevn dzienn; config configuration setting option: 配置 设置 选项 konfig podeš opcij
+ustawien opcj; message: 消息 信息 poruk wiadom komunik; event: 事件 događ zdarz; listener callback: 监听 回调
+sluša słuch; request: 请求 zahtev żądan; response: 响应 odgov odpow; header: 头 zaglav nagłów; body: 体
+tel treś; client: 客户端 klij klien; server: 服务器 服务端 serwer; address: 地址 adres; url link: 链接 网址 vez
+odnoś; redirect: 重定向 preusm przekier; session: 会话 sesij sesj; socket: 套接字 soket gniazd; network: 网络
+mrež siec; protocol: 协议 protok; download: 下载 preuz; user: 用户 korisn użytk; password: 密码 lozink
+hasł; permission: 权限 dozvol upraw; access: 访问 pristup dostęp; safe secure: 安全 bezbed sigur
+bezpiecz; sign signature: 签名 potpis podpis; random: 随机 nasum sluča losow; compute calculate create:
+计算 račun izračun oblicz; distance: 距离 rastoj odległ; max maximum: 最大 najve maks najwię; limit
+bound: 限制 上限 granic ogranič; package: 包 paket pakiet; tag: 标签 标记 oznak tag znaczn; document: 文档
+dokum; entity: 实体 entit encj; template: 模板 šablon szablon; script: 脚本 skript skrypt; plugin
+interceptor: 插件 dodat dodac wtyczk; factory: 工厂 fabri; level: 级 nivo poziom; state status: 状态 stan;
+retry: 重试 ponov; repeat: 重复 ponavlj ponovlj powtarz powtór; reuse: 复用 重用 ponov ponown; nested: 嵌套
+ugnjež zagnież; recursive: 递归 rekur; automatic auto: 自动 autom; batch: 批量 批处理 grup wsad; page paging
+bound: 分页 strani stroni; offset: 偏移 pomeraj przesun; idle: 空闲 slobod bezczyn; active: 活动 aktiv
+aktyw; temporary temp: 临时 privrem tymcz; detect identify determine: 检测 识别 判断 otkr identif wykry;
+physical real: 物理 fizič fizycz; several multiple many: 多 više kilka wiel"""
+
+
+def terms(text: str) -> list[str]:
+    """Return the terms of code or prose: "parseHttpHeaders" -> ["pars", "http", "header"]."""
+    return _joined_terms(text).split()
+
+
+def _joined_terms(text):
+    """In one string, with each \\0 between blanks that the text has."""
+    words = text.encode("utf-8", "replace").translate(_WORD_BYTES).decode("utf-8").split()
+    return " ".join(map(_word_terms, words))
+
+
+@functools.lru_cache(maxsize=300_000)                     # code says its words again and again
+def _word_terms(word):
+    if word == "\0":
+        return word
+    parts = [part.lower() for part in re.findall(_SUBWORD, word)]
+    return " ".join([re.sub(_ENDING, r"\1", part) for part in parts
+                     if len(part) > 1 and part not in STOP_WORDS])
+
+
+def _plain(text):
+    """In small Latin letters without accents: "Ključ" and "Кључ" -> "kljuc"."""
+    letters = {pair[0]: pair[1:] for pair in (_CYRILLIC + " џdz ђdj đdj łl").split()}
+    text = unicodedata.normalize("NFD", "".join([letters.get(c, c) for c in text.lower()]))
+    return "".join([c for c in text if not unicodedata.combining(c)])
+
+
+@functools.lru_cache(maxsize=1)
+def _glossary():
+    """-> {foreign word or root: {term: weight}}, {English term: {term: weight}}"""
+    roots, synonyms = {}, {}
+    for entry in _plain(GLOSSARY).split(";"):
+        english, foreign = entry.split(":")
+        for n, term in enumerate(terms(english)):
+            synonyms.setdefault(term, {}).update(dict.fromkeys(terms(english), SYNONYM_WEIGHT))
+            for root in foreign.split():
+                roots.setdefault(root, {})[term] = TRANSLATION_WEIGHT if n else 1
+    return roots, synonyms
+
+
+def query_terms(query: str) -> list[dict[str, float]]:
+    """Return for each word of a question the terms that can stand for it, with their weights."""
+    roots, synonyms = _glossary()
+    longest = "|".join(sorted(roots, key=len, reverse=True))
+    is_english = not STOP_WORDS.isdisjoint(query.lower().split())
+    wanted = [roots[word] for word in re.findall(longest, re.sub("[^一-鿿]+", " ", query))]
+    for word in re.findall(r"[^\W一-鿿]+", query):
+        is_foreign = not is_english and word[1:].islower()     # not a name, like userId or SQL
+        word = _plain(word) if is_foreign else word
+        root = is_foreign and re.match(longest, word)
+        if word.lower() not in QUESTION_WORDS or not is_english and len(word) > 2:
+            meaning = roots[root[0]] if root else {}
+            wanted += [{**synonyms.get(t, {}), **meaning, t: 1} for t in terms(word)]
+    return [words for n, words in enumerate(wanted) if words not in wanted[:n]]
+
+
+# =============================================================================
+# 16. EMBEDDINGS
+# =============================================================================
+# A vector, some hundred numbers, stands for what a text means: "log in" lies near authenticate().
+#
+#     texts --> batches --> several requests at a time --> scaled to length 1 --> vectors, in order
+#
+# EMBEDDING_PROVIDER, _MODEL, _BASE_URL and _API_KEY choose a server; the search works without.
+# Trap: servers don't tell their limits: so many texts at once, so many tokens in each.  So what is
+# refused is asked again by halves.
+# Simplified: long texts are cut; some models find more with "search_query: " before a query.
+# Tests: TestEmbeddings (exercise, 2 of 3 stars).  Try: EMBEDDING_PROVIDER=ollama, then /index.
+
+MAX_EMBED_CHARS = 2000                   # of a text
+MAX_IN_FLIGHT = 4                        # requests
+POOL = 150                               # how many rows get past the coarse look
+EMBEDDING_MODELS = {"ollama": "nomic-embed-text", "openai": "text-embedding-3-small",
+                    "glm": "embedding-3", "zhipu": "embedding-3"}
+
+
+class OpenAIEmbedder:
+    """A server of vectors that speaks OpenAI's protocol, as GLM's does."""
+    name, batch_size, url_end = "", 64, "/*$"
+    advice = "check EMBEDDING_BASE_URL, EMBEDDING_MODEL and EMBEDDING_API_KEY"
+
+    def __init__(self, model: str, base_url: str, api_key: str = "", http: Http | None = None):
+        name, key = self.name or _host(base_url), re.sub(r"[^!-~]", "", api_key)
+        self.label = f"{name}:{model}"   # its vectors can't be compared with those of another
+        base_url = re.sub(self.url_end, "", base_url)
+        self._provider = Provider(name, base_url, model, "", needs_key=False, api_key=key)
+        self._http = http or Http()
+
+    def embed(self, texts: list[str], cancel: Cancel | None = None) -> list[array]:
+        """Return an array("f") for each text, of length 1 or all zeros.  Raises ModelError."""
+        texts = [text[:MAX_EMBED_CHARS].strip() or "." for text in texts]    # "" is refused
+        cancel, jobs = cancel or Cancel(), []
+        for start in range(0, len(texts), self.batch_size):
+            if len(jobs) >= MAX_IN_FLIGHT:
+                jobs[-MAX_IN_FLIGHT].wait(cancel)
+            jobs.append(Job("embed", self._batch, texts[start:start + self.batch_size], cancel))
+        vectors = [vector for job in jobs for vector in job.wait(cancel)]
+        if len(vectors) != len(texts) or len(set(map(len, vectors))) > 1:
+            raise ModelError(f"{self.label} sent vectors of a wrong number or size")
+        return vectors
+
+    def _batch(self, texts, cancel):
+        half, first = len(texts) // 2, texts[0]
+        try:
+            found = retry(lambda: self._ask(texts, cancel), self._is_temporary, cancel,
+                          lambda error, wait_s: None)
+            return [_unit(numbers) for numbers in found]
+        except HttpError as e:
+            if e.status not in (400, 413, 422) or len(first) < 100 and not half:
+                why, advice = model_error(e, self._provider), self.advice
+                raise ModelError(f"{why}\n  {advice.format(self._provider.model)}") from None
+        except (TypeError, LookupError, ValueError, OverflowError):
+            raise ModelError(f"{self.label} sent no vectors: is it an embedding model?") from None
+        parts = [texts[:half], texts[half:]] if half else [[first[:len(first) // 2]]]
+        return [vector for part in parts for vector in self._batch(part, cancel)]
+
+    def _is_temporary(self, error):
+        return (isinstance(error, HttpError) and "refused" not in error.body
+                and model_error(error, self._provider).is_temporary)
+
+    def _ask(self, texts, cancel):
+        data = self._post("/embeddings", {"input": texts}, cancel)["data"]
+        return [item["embedding"] for item in sorted(data, key=lambda item: item["index"])]
+
+    def _post(self, path, body, cancel):
+        p = self._provider
+        headers = {"Authorization": "Bearer " + p.api_key} if p.api_key else {}
+        body["model"] = p.model
+        return self._http.json("POST", p.base_url + path, body, headers, cancel)
+
+
+class OllamaEmbedder(OpenAIEmbedder):
+    """An Ollama server; one from before 2024 takes only one text a request."""
+    name, batch_size, url_end, is_old = "ollama", 32, "(/v1|/api)?/*$", False
+    advice = "does it run (ollama serve), and is the model there (ollama pull {})?"
+
+    def _ask(self, texts, cancel):
+        try:
+            if not self.is_old:
+                return self._post("/api/embed", {"input": texts}, cancel)["embeddings"]
+        except HttpError as e:
+            if e.status not in (404, 405) or "model" in e.body:
+                raise
+            self.is_old = True
+        return [self._post("/api/embeddings", {"prompt": t}, cancel)["embedding"] for t in texts]
+
+
+def _unit(numbers):
+    """-> array("f") of length 1; zeros stay zeros."""
+    length = math.hypot(*numbers)
+    if not numbers or not math.isfinite(length):
+        raise ValueError("no vector")
+    return array("f", [x / (length or 1) for x in numbers])
+
+
+def choose_embedder(config: Config, http: Http) -> OpenAIEmbedder | None:
+    """Return what EMBEDDING_PROVIDER asks for, None if it is unset.  Raises ConfigError.
+
+    A key goes only to the URL that was set beside it, or to its provider's own.
+    """
+    name = config.get("EMBEDDING_PROVIDER").lower()
+    if not name:
+        return None
+    if name not in EMBEDDING_MODELS:
+        raise ConfigError(f"EMBEDDING_PROVIDER={name}: there are {', '.join(EMBEDDING_MODELS)}")
+    home = PROVIDERS[name.replace("zhipu", "glm")]
+    key = config.settings.get("EMBEDDING_API_KEY", Setting("", ""))
+    url = config.settings.get("EMBEDDING_BASE_URL", Setting(home.base_url, key.source))
+    if _why_not(url, key):
+        raise ConfigError(f"EMBEDDING_BASE_URL={url.value} is not used: {_why_not(url, key)}")
+    if not key.value and url.value.rstrip("/") == home.base_url:
+        key = Setting(config.get(home.prefix + "_API_KEY"), "")
+    kind = OllamaEmbedder if name == "ollama" else OpenAIEmbedder
+    return kind(config.get("EMBEDDING_MODEL", EMBEDDING_MODELS[name]), url.value, key.value, http)
+
+
+# ---- vectors
+# To take the cosine of a question with 100,000 vectors takes seconds, and so does reading them.  So
+# there is a coarse look first, which knows only the signs of their numbers:
+#
+#     vectors (SQLite) --sketch--> a bit a number (memory) --best--> 150 ids --cosine--> the order
+#
+# The coarse score adds up the question's numbers, each with the row's sign.  A byte of a sketch has
+# 8 signs, so what it adds is one of 256 shares: a table.  bytes.translate looks up, say, byte 5 of
+# all rows at once, and adding two huge integers adds it to the sums of all rows: no loop in Python.
+# Simplified: enough for some 100,000 rows; beyond, products search a graph of neighbours (HNSW).
+
+
+def cosine(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return how alike two vectors of length 1 point: 1 the same way, 0 unrelated, -1 opposite."""
+    dot_product = getattr(math, "sumprod", None)          # since Python 3.12
+    return dot_product(a, b) if dot_product else sum(map(operator.mul, a, b))
+
+
+def sketch(vector: array) -> bytes:
+    """Return the signs of an array("f"), 8 to a byte: 0.1 -2 3 4 -5 6 7 8 -> 0b10110111."""
+    signs = vector.tobytes()[3::4].translate(b"1" * 128 + b"0" * 128)    # by each one's top byte
+    width = (len(signs) + 7) // 8
+    return int(signs.ljust(8 * width, b"0"), 2).to_bytes(width, "big")
+
+
+class SketchIndex:
+    """The sketches of all rows by columns: byte 0 of every row, byte 1 of every row, ..."""
+
+    def __init__(self, segments: Iterable[tuple[int, bytes]], width: int):
+        """A segment is (id of its first row, its rows' sketches of `width` bytes); ids count up."""
+        segments = list(segments)
+        self.ids = list(itertools.chain.from_iterable(
+            range(first, first + len(data) // width) for first, data in segments))
+        rows = b"".join(data for _, data in segments) + bytes(width * (len(self.ids) % 2))
+        self._columns = [rows[n::width] for n in range(width)]           # of an even length
+
+    def best(self, vector: array, count: int) -> list[int]:
+        """Return the ids of the `count` rows (more if equal) with the best coarse scores."""
+        sums = self._sums(vector)[:len(self.ids)]
+        least = min(heapq.nlargest(count, sums), default=0)
+        return [id_ for id_, total in zip(self.ids, sums) if total >= least]
+
+    def _sums(self, vector):
+        """-> the coarse score of every row, as array("H")."""
+        numbers = [*vector, *[0.0] * (-len(vector) % 8)]
+        eights = [numbers[n:n + 8] for n in range(0, len(numbers), 8)]
+        scale = 31.5 / (max(sum(map(abs, eight)) for eight in eights) or 1)
+        size = len(self._columns[0])
+        low_bytes, even, odd = int.from_bytes(b"\xff\0" * (size // 2), "little"), 0, 0
+        for n in range(0, len(eights), 4):                # four shares of up to 63 fit in a byte
+            four = sum(int.from_bytes(column.translate(_shares(eight, scale)), "little")
+                       for column, eight in zip(self._columns[n:n + 4], eights[n:n + 4]))
+            even += four & low_bytes                      # rows 0, 2, 4, ...: two bytes for each
+            odd += four >> 8 & low_bytes                  # rows 1, 3, 5, ...
+        sums = array("H", bytes(2 * size))
+        sums[::2] = array("H", even.to_bytes(size, "little"))
+        sums[1::2] = array("H", odd.to_bytes(size, "little"))
+        return sums
+
+
+def _shares(eight, scale):
+    """-> what each of the 256 patterns of signs makes of these eight numbers, as 0 to 63."""
+    shares = [31.5]
+    for number in reversed(eight):                        # the last one's sign is the lowest bit
+        x = number * scale
+        shares = [share - x for share in shares] + [share + x for share in shares]
+    return bytes(map(int, shares))
+
+
+def nearest(vector: array, sketches: SketchIndex,
+            fetch: Callable[[list[int]], Iterable[tuple[int, bytes]]]) -> dict[int, float]:
+    """Return {id: cosine} of about the POOL nearest rows; fetch(ids) gives (id, vector's bytes)."""
+    question = list(vector)
+    return {id_: cosine(question, array("f", row))
+            for id_, row in fetch(sketches.best(vector, POOL))}
+
+
+# =============================================================================
+# 17. CODE INDEX
+# =============================================================================
+# Which of 100,000 pieces of code is this question about?  Two searches, one ranking.
+#
+#     build:   files that changed --> chunks, terms, relations, vectors --> codebase.db
+#     search:  words  --> FTS5: 300 with some of them --+--> rank --> 2 a file --> the best 5
+#              vector --> signs: 150 that look alike  --+
+#
+# In: a question.  Out: Hits.  The words are always there; vectors with EMBEDDING_PROVIDER.
+# The tutorial adds fixed sums to a cosine: 0.3 for a word in the name, 0.15 for a method, and so
+# on.  Measured (javadoc_dev, MRR): MiniLM's cosine alone .48, with these sums .46, ours .57.
+# Trap: vectors of two models can't be compared, so another embedder makes a new index.
+# Simplified: an index is brought up to date by a search or /index; products watch the folder.
+# Tests: TestCodeIndex (exercise, 3 of 3 stars).  Try: /index, then /search and /graph.
+
+BATCH_FILES = 200                        # are stored in one transaction
+EMBED_FILES = 32                         # the same where each chunk has to be embedded first
+MAX_STALE = 20                           # so many changed files are read again before a search
+CODE_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta(
+    id INTEGER PRIMARY KEY, project_path TEXT NOT NULL UNIQUE, indexed_from TEXT,
+    indexed_at REAL, embedder TEXT, dimension INTEGER);
+CREATE TABLE IF NOT EXISTS files(
+    project_id INTEGER, file_path TEXT, hash TEXT, size INTEGER, mtime_ns INTEGER,
+    first_chunk INTEGER, sketches BLOB, PRIMARY KEY(project_id, file_path));
+CREATE TABLE IF NOT EXISTS code_chunks(
+    id INTEGER PRIMARY KEY, project_id INTEGER, file_path TEXT, chunk_type TEXT, name TEXT,
+    content TEXT, start_line INTEGER, end_line INTEGER, embedding BLOB);
+CREATE TABLE IF NOT EXISTS code_relations(
+    project_id INTEGER, file_path TEXT, from_name TEXT, kind TEXT, to_name TEXT);
+CREATE INDEX IF NOT EXISTS chunks_of_file ON code_chunks(project_id, file_path);
+CREATE INDEX IF NOT EXISTS relations_of_file ON code_relations(project_id, file_path);
+"""
+FIELDS = "name, class, path, signature, prose, body"
+FIELD_WEIGHTS = (5, 4, 0.5, 3, 0.5, 0.5)                  # a word in the name says most
+CANDIDATES = 300                         # so many chunks FTS5 finds, for rank() to put in order
+# Comments and string literals of Java and Python; a # stands in no Java code.
+_PROSE = r'(/(?:/[^\n]*|\*[^*]*(?:\*(?!/)[^*]*)*\*/)|"[^"\n]*"|#[^\n]*)'
+
+
+# ---- ranking
+
+def fields(chunk: Chunk) -> list[str]:
+    """Return the terms of a chunk for each of FIELDS: ["reply", "chat model", ...]."""
+    owner, _, name = chunk.name.partition("(")[0].rpartition(".")
+    parts = re.split(_PROSE, chunk.text)
+    signature, body = "", " ".join(parts[::2])
+    if chunk.kind != "file":
+        signature, body = re.split(r"[{;]|:\n|\Z", body, 1)
+    path = os.path.splitext(chunk.path)[0].rpartition("/java/")[2]
+    texts = (name, owner, path, signature, " ".join(parts[1::2]), body)
+    *short, prose, body = _joined_terms(" \0 ".join(texts)).split("\0")
+    # Each term once: a method that says "name" twenty times is not twenty times about names.
+    return [*short, *(" ".join(dict.fromkeys(long.split())) for long in (prose, body))]
+
+
+def word_candidates(run: Callable, table: str, wanted: list[dict], ids: Iterable[int]
+                    ) -> list[tuple]:
+    """Return the rows (id, *FIELDS) of the chunks that fit best by words, and of those in ids."""
+    rows, select = [], f"SELECT rowid, {FIELDS} FROM {table} WHERE"
+    any_term = " OR ".join([f'"{term}"' for words in wanted for term in words])
+    if any_term:
+        order = f"bm25({table}, {', '.join(map(str, FIELD_WEIGHTS))})"
+        rows = list(run(f"{select} {table} MATCH ? ORDER BY {order} LIMIT {CANDIDATES}", any_term))
+    others = set(ids).difference(row[0] for row in rows)
+    return rows + list(run(f"{select} rowid IN ({', '.join(map(str, others))})"))
+
+
+def rank(wanted: list[dict], rows: list[tuple], cosines: dict[int, float]) -> list[tuple]:
+    """Return [(score, id)] of the rows (id, *FIELDS), best first; wanted is from query_terms().
+
+    By words a chunk has Okapi's BM25, raised by the part of its name and its class's name that
+    is asked for, and by the part of the question that it has.  A cosine counts double.
+    Source: Robertson, Zaragoza: The Probabilistic Relevance Framework, 2009
+    """
+    chunks = {id_: _term_weights(columns) for id_, *columns in rows}
+    n_with = collections.Counter(term for weights in chunks.values() for term in weights)
+    rarity = {term: math.log(1 + len(rows) / (n + 0.5)) for term, n in n_with.items()}
+    wanted = [{t: weight * rarity[t] for t, weight in words.items() if t in rarity}
+              for words in wanted]
+    wanted = [words for words in wanted if words]
+    asked = {t: max(words.get(t, 0) for words in wanted) for words in wanted for t in words}
+    sizes = {id_: sum(weights.values()) for id_, weights in chunks.items()}
+    mean_size = sum(sizes.values()) / max(1, len(sizes))
+
+    def asked_part(name):
+        """Of a name's terms, weighed by rarity."""
+        return sum(asked.get(t, 0) for t in name) / (sum(rarity[t] for t in name) or 1)
+
+    scores = {}
+    for id_, name, owner, *_ in rows:
+        names = (1 + asked_part(name.split()) / 2) * (1 + asked_part(owner.split()) / 2)
+        scores[id_] = names * _words_score(wanted, chunks[id_], sizes[id_] / mean_size)
+    best = max(scores.values(), default=0) or 1
+    return sorted([(score / best + 2 * cosines.get(id_, 0), id_)
+                   for id_, score in scores.items()], reverse=True)
+
+
+def _term_weights(columns):
+    """{term: the sum of the weights of the fields that have it}"""
+    weights = collections.defaultdict(float)
+    for weight, column in zip(FIELD_WEIGHTS, columns):
+        for term in column.split():
+            weights[term] += weight
+    return weights
+
+
+def _words_score(wanted, weights, relative_size):
+    score = found = 0
+    for words in wanted:
+        hits = [value * weights[term] / (weights[term] + 0.6 + 0.9 * relative_size)
+                for term, value in words.items() if term in weights]
+        if hits:                         # a synonym is enough, more of them are no better
+            score += max(hits)
+            found += max(words.values())
+    return score * (found / (sum(max(words.values()) for words in wanted) or 1)) ** 0.4
+
+
+# ---- the index
+
+class Hit(NamedTuple):
+    """A chunk that a search found."""
+    path: str
+    kind: str
+    name: str
+    start_line: int
+    end_line: int
+    text: str
+    score: float
+
+
+class IndexStats(NamedTuple):
+    """How far build() is, or what it did."""
+    files: int                           # in the folder
+    changed: int                         # of them new or changed, so to be read
+    done: int                            # of these
+    gone: int                            # no longer there, so forgotten
+    chunks: int                          # of what was read; at the end, in all
+    relations: int
+    seconds: float
+    warnings: tuple = ()                 # "path: what" of files that can't be read or understood
+
+
+class _Read(NamedTuple):
+    """A file as it was read; chunks is None for one that did not change."""
+    path: str
+    stat: os.stat_result
+    digest: str = ""
+    is_known: bool = False               # an older version is in the index
+    chunks: list | None = ()
+    relations: list = ()
+    error: str = ""
+
+
+def _read_file(root, path, stat_, known, mask):
+    """-> _Read; known is what the index has of the file, [size, mtime, hash], or None."""
+    read = _Read(path, stat_, is_known=bool(known))
+    try:
+        if stat_.st_size > MAX_SOURCE_BYTES:
+            raise ToolError(f"it has over {MAX_SOURCE_BYTES >> 20} MB")
+        data = _bytes_of(os.path.join(root, path))
+        read = read._replace(digest=_digest(data))
+        if known and known[2] == read.digest:
+            return read._replace(chunks=None)
+        chunks, relations, error = read_source(path, mask(decode_file(data).text))
+        return read._replace(chunks=chunks, relations=relations, error=error)
+    except (OSError, ToolError) as e:
+        return read._replace(error=f"left out: {getattr(e, 'strerror', e)}")
+
+
+class CodeIndex:
+    """The index of one folder, in a database for all of them; opened when it is first used."""
+
+    def __init__(self, db_path: str, root: str, embedder=None,
+                 mask: Callable[[str], str] = lambda text: text):
+        self.home = self.root = os.path.realpath(root)    # root: which folder is searched
+        self._db_path, self.embedder, self._mask = os.fspath(db_path), embedder, mask
+        self._lock, self._opened = threading.Lock(), None               # a Store, later
+        self._sketches = (0, None)       # (indexed_at, SketchIndex)
+        self.trouble = ""                # why the last search was by words alone
+
+    def _store(self):
+        """The database, opened at the first use.  Raises ConfigError if it can't be."""
+        with self._lock:
+            self._opened = self._opened or self._open()
+        return self._opened
+
+    def _open(self):
+        import sqlite3
+        try:
+            os.makedirs(os.path.dirname(os.path.abspath(self._db_path)), 0o700, exist_ok=True)
+            store = Store(self._db_path, CODE_SCHEMA)
+        except (OSError, sqlite3.Error) as e:
+            raise ConfigError(f"{self._db_path} can't be used: {e}") from None
+        if not store.run("SELECT sqlite_compileoption_used('ENABLE_FTS5')")[0][0]:
+            raise ConfigError("code search needs an SQLite with FTS5, and this Python has none: "
+                              "use another one, from python.org, say")
+        # The search follows the folder that was indexed last from here, or that this one is in.
+        last = store.run("SELECT project_path FROM meta WHERE indexed_from = ?1 OR ?1 || '/' LIKE "
+                         "project_path || '/%' ORDER BY indexed_at DESC LIMIT 1", self.home)
+        self.root = last[0][0] if last else self.root
+        return store
+
+    def close(self) -> None:
+        """Close the database, if it was used."""
+        if self._opened:
+            self._opened.close()
+
+    def use(self, root: str) -> None:
+        """Turn to another folder."""
+        self._store()
+        self.root = os.path.realpath(root)
+
+    def _meta(self):
+        """-> (id, indexed_at, embedder, dimension) of the folder; id is 0 if it is not indexed."""
+        found = self._store().run("SELECT id, indexed_at, embedder, dimension FROM meta "
+                                "WHERE project_path = ?", self.root)
+        return found[0] if found else (0, 0, "", 0)
+
+    # ---- build
+
+    def build(self, on_progress: Callable[[IndexStats], None] = lambda stats: None,
+              cancel: Cancel | None = None) -> IndexStats:
+        """Read what is new or changed, forget what is gone; on_progress gets the stats so far.
+
+        Raises Cancelled or PaiError; what was stored until then can be searched.
+        """
+        cancel, began, n_chunks, job = cancel or Cancel(), time.monotonic(), 0, None
+        id_, warnings = self._begin(cancel)
+        known, found, changed, gone = self._changes()
+        with self._store().transaction() as run:
+            for path in gone:
+                self._forget(run, id_, path)
+        size = EMBED_FILES if self.embedder else BATCH_FILES
+        for at in range(0, len(changed), size):
+            cancel.check()
+            files = [_read_file(self.root, path, found[path], known.get(path), self._mask)
+                     for path in changed[at:at + size]]
+            if job:
+                job.wait(cancel)         # one batch is embedded and stored while the next is read
+            job = Job("index", self._keep, id_, files, cancel)
+            n_chunks += sum(len(f.chunks or ()) for f in files)
+            warnings += [f"{f.path}: {f.error}" for f in files if f.error]
+            on_progress(IndexStats(len(found), len(changed), at + len(files), len(gone), n_chunks,
+                                   0, time.monotonic() - began, tuple(warnings)))
+        if job:
+            job.wait(cancel)
+        count = "SELECT count(*) FROM {} WHERE project_id = ?".format
+        (n_chunks,), = self._store().run(count("code_chunks"), id_)
+        (n_relations,), = self._store().run(count("code_relations"), id_)
+        return IndexStats(len(found), len(changed), len(changed), len(gone), n_chunks,
+                          n_relations, time.monotonic() - began, tuple(warnings))
+
+    def _changes(self):
+        """-> ({path: [size, mtime, hash] that are known}, {path: stat of the files there are},
+        which of these are new or changed, which of the known are gone)"""
+        known = {path: kept for path, *kept in self._store().run(
+            "SELECT file_path, size, mtime_ns, hash FROM files WHERE project_id = ?",
+            self._meta()[0])}
+        found = dict(source_files(self.root))
+        changed = [path for path, s in found.items()
+                   if path not in known or known[path][:2] != [s.st_size, s.st_mtime_ns]]
+        return known, found, changed, [path for path in known if path not in found]
+
+    def _begin(self, cancel):
+        """-> (the folder's id, notices).  Vectors of another model are no use: all begins anew."""
+        label, dimension, notices = "", 0, []
+        if self.embedder:
+            label, dimension = self.embedder.label, len(self.embedder.embed(["x"], cancel)[0])
+        id_, _, *before = self._meta()
+        if id_ and before != [label, dimension]:
+            notices = [f"made anew: its vectors were {before}, now they are {[label, dimension]}"]
+            self.clear()
+        with self._store().transaction() as run:
+            run("INSERT OR IGNORE INTO meta(project_path, embedder, dimension) VALUES (?, ?, ?)",
+                self.root, label, dimension)
+            run("UPDATE meta SET indexed_from = ?, indexed_at = ? WHERE project_path = ?",
+                self.home, time.time(), self.root)
+        id_ = self._meta()[0]
+        self._store().run(f"CREATE VIRTUAL TABLE IF NOT EXISTS terms_{id_} USING fts5({FIELDS})")
+        return id_, notices
+
+    def clear(self) -> None:
+        """Forget the folder: chunks, vectors, relations and the hashes of files."""
+        id_ = self._meta()[0]
+        with self._store().transaction() as run:
+            run(f"DROP TABLE IF EXISTS terms_{id_}")
+            for table in ("code_chunks", "code_relations", "files"):
+                run(f"DELETE FROM {table} WHERE project_id = ?", id_)
+            run("DELETE FROM meta WHERE id = ?", id_)
+
+    def _keep(self, id_, files, cancel):
+        """Embed and store what was read."""
+        chunks = [c for f in files for c in f.chunks or ()]
+        vectors = [None] * len(chunks)
+        if self.embedder:
+            vectors = self.embedder.embed([embedding_text(c) for c in chunks], cancel)
+        store = self._store()
+        with store.transaction() as run:
+            n, = run("SELECT coalesce(max(id), 0) + 1 FROM code_chunks").fetchone()
+            for f in files:
+                if f.chunks is None:     # touched, but not changed
+                    run("UPDATE files SET size = ?, mtime_ns = ? WHERE project_id = ? AND "
+                        "file_path = ?", f.stat.st_size, f.stat.st_mtime_ns, id_, f.path)
+                    continue
+                if f.is_known:
+                    self._forget(run, id_, f.path)
+                mine, vectors = vectors[:len(f.chunks)], vectors[len(f.chunks):]
+                sketches = b"".join(map(sketch, filter(None, mine)))
+                store.insert("files", [(id_, f.path, f.digest, f.stat.st_size, f.stat.st_mtime_ns,
+                                        n, sketches)])
+                store.insert("code_chunks", [
+                    (i, id_, *chunk, vector and vector.tobytes())
+                    for i, (chunk, vector) in enumerate(zip(f.chunks, mine), n)])
+                store.insert(f"terms_{id_}(rowid, {FIELDS})",
+                             [(i, *fields(chunk)) for i, chunk in enumerate(f.chunks, n)])
+                store.insert("code_relations", [(id_, f.path, *r) for r in f.relations])
+                n += len(f.chunks)
+            run("UPDATE meta SET indexed_at = ? WHERE id = ?", time.time(), id_)
+
+    def _forget(self, run, id_, path):
+        of_file = "WHERE project_id = ? AND file_path = ?"
+        run(f"DELETE FROM terms_{id_} WHERE rowid IN (SELECT id FROM code_chunks {of_file})",
+            id_, path)
+        for table in ("code_chunks", "code_relations", "files"):
+            run(f"DELETE FROM {table} {of_file}", id_, path)
+
+    # ---- search
+
+    def search(self, query: str, top_k: int = 5, cancel: Cancel | None = None) -> list[Hit]:
+        """Return the chunks that fit a question best, at most 2 of a file.
+
+        Raises ToolError if the folder is not indexed yet.
+        """
+        id_ = self._meta()[0]
+        if not id_:
+            raise ToolError(f"{self.root} is not indexed yet: type /index, it takes seconds")
+        cosines, wanted = self._cosines(query, cancel), query_terms(query)
+        rows = word_candidates(self._store().run, f"terms_{id_}", wanted, cosines)
+        hits, n_of = [], collections.Counter()
+        for score, chunk_id in rank(wanted, rows, cosines):
+            (path, *chunk), = self._store().run(
+                "SELECT file_path, chunk_type, name, start_line, end_line, content "
+                "FROM code_chunks WHERE id = ?", chunk_id)
+            n_of[path] += 1
+            if n_of[path] <= 2:
+                hits.append(Hit(path, *chunk, score))
+            if len(hits) == top_k:
+                break
+        return hits
+
+    def _cosines(self, query, cancel):
+        """-> {id: cosine} of the chunks that look most alike; {} without vectors."""
+        id_, indexed_at, *made_by = self._meta()
+        self.trouble, vector = "", []
+        if self.embedder and made_by[0] == self.embedder.label:
+            try:
+                vector = self.embedder.embed([query], cancel)[0]
+            except ModelError as e:
+                self.trouble = f"searched by words alone: {e}"
+        if not vector or len(vector) != made_by[1]:
+            return {}
+        if self._sketches[0] != indexed_at:
+            segments = self._store().run("SELECT first_chunk, sketches FROM files WHERE "
+                                         "project_id = ? AND sketches <> x''", id_)
+            self._sketches = indexed_at, SketchIndex(segments, len(sketch(vector)))
+        return nearest(vector, self._sketches[1], lambda ids: self._store().run(
+            f"SELECT id, embedding FROM code_chunks WHERE id IN ({', '.join(map(str, ids))})"))
+
+    def relations(self, name: str) -> list[Relation]:
+        """Return what a class or method has to do with others, both ways; its own come first.
+
+        "run" will do for "Agent.run" if there is only one.  Raises ToolError, with all there are.
+        """
+        id_, last = self._meta()[0], name.rpartition(".")[2]
+        known = [full for full, in self._store().run(
+            "SELECT from_name FROM code_relations WHERE project_id = ?1 UNION SELECT to_name FROM "
+            "code_relations WHERE project_id = ?1 AND kind = 'contains'", id_)
+            if f".{full}".endswith("." + name)]
+        if len(known) > 1 and name not in known:
+            raise ToolError(f"there are several: {clip(', '.join(known), 2000)}")
+        name = name if name in known or not known else known[0]
+        rows = self._store().run(
+            "SELECT DISTINCT from_name, kind, to_name FROM code_relations WHERE project_id = ?1 "
+            "AND (from_name = ?2 OR from_name LIKE ?2 || '.%' OR to_name IN (?2, ?3) AND "
+            "kind <> 'contains') ORDER BY from_name <> ?2 AND from_name NOT LIKE ?2 || '.%', "
+            "from_name <> ?2, from_name, kind, to_name", id_, name, last)
+        if not rows:
+            raise ToolError(f"nothing is known of {name}; /index reads what is new")
+        return [Relation(*row) for row in rows]
+
+    def refresh(self, cancel: Cancel | None = None) -> str:
+        """Read again what has changed, if that is little; return what the person should know."""
+        id_, _, label, _ = self._meta()
+        _, _, changed, gone = self._changes()
+        n_stale = len(changed) + len(gone) if id_ else 0
+        is_same = label == (self.embedder.label if self.embedder else "")
+        if n_stale > MAX_STALE or n_stale and not is_same:
+            return f"{n_stale} files have changed since /index: run it again"
+        if n_stale:
+            self.build(cancel=cancel)
+        return ""
+
+
+# ---- for people and for models
+
+def format_for_cli(query: str, hits: list[Hit]) -> str:
+    """Return hits as a person reads them."""
+    lines = [f"🔍 {len(hits)} results for: {query}"]
+    for n, hit in enumerate(hits, 1):
+        lines.append(f"{n}. {hit.kind} {hit.name}   {hit.path}:{hit.start_line}   {hit.score:.2f}")
+        lines += ["     " + line for line in hit.text.split("\n")[:4]]
+    return "\n".join(lines)
+
+
+def format_for_tool(query: str, hits: list[Hit]) -> str:
+    """Return hits as a model reads them: the best, the files, the words that counted, the code."""
+    if not hits:
+        return "Nothing found. Try other words, as identifiers have them."
+    found = set(terms(" ".join(f"{h.path} {h.name} {h.text}" for h in hits)))
+    files = collections.Counter(h.path for h in hits).most_common()
+    lines = [f"Most relevant: {hits[0].name}, {hits[0].path}:{hits[0].start_line}",
+             "Files: " + ", ".join(f"{path} ({n})" for path, n in files),
+             "Words that counted: " + ", ".join(sorted(set().union(*query_terms(query)) & found))]
+    for h in hits:
+        lines += [f"\n{h.path}:{h.start_line}-{h.end_line} {h.kind} {h.name}", clip(h.text, 3000)]
+    return "\n".join(lines)
+
+
+def format_graph(name: str, relations: list[Relation]) -> str:
+    """Return relations as the tree of /graph."""
+    lines = [f"🕸️ Relations of {name}", f"📋 {len(relations)} relations"]
+    for owner, group in itertools.groupby(relations[:100], lambda r: r.name):
+        *others, last = (f"{r.kind} --> {r.other}" for r in group)
+        marked = [f"├── {other}" for other in others] + [f"└── {last}"]
+        lines += [f"   {' ' * len(owner) if n else owner} {line}" for n, line in enumerate(marked)]
+    return "\n".join(lines + ["   ..."] * (len(relations) > 100))
+
+
+class CodeTools:
+    """Code search as tools of the model."""
+
+    def __init__(self, index: CodeIndex):
+        self._index = index
+
+    @tool(1)
+    def search_code(self, query: str, top_k: int = 5, cancel: Cancel | None = None) -> str:
+        """Find the classes and methods that a question is about. Search before you answer or plan
+        anything about the code base; then read the files that were found.
+
+        query: English words as they stand in identifiers and comments, like "parse http header"
+        top_k: how many results
+        """
+        note = self._index.refresh(cancel)
+        found = format_for_tool(query, self._index.search(query, top_k, cancel))
+        return "\n".join(filter(None, (found, note, self._index.trouble)))
+
+    @tool(1)
+    def code_graph(self, name: str) -> str:
+        """Show what a class or method extends, implements, imports, contains and calls, and who
+        extends or calls it.
+
+        name: "Agent" or "Agent.run"
+        """
+        return format_graph(name, self._index.relations(name))
+
+
+# =============================================================================
 # 22. COMMANDS
 # =============================================================================
 # What a person types with a slash: each is one small function, (app, arguments) -> text to show.
@@ -3065,6 +4462,7 @@ def commands() -> dict[str, Callable]:
             "/undo": undo_turn, "/sessions": list_sessions, "/resume": resume_session,
             "/context": show_context, "/compact": compact_now, "/memory": list_facts,
             "/save": save_fact, "/forget": forget_fact, "/tools": list_tools,
+            "/index": index_folder, "/search": search_code_base, "/graph": show_graph,
             "/trace": switch_trace, "/exit": leave, "/quit": leave}
 
 
@@ -3206,6 +4604,37 @@ def forget_fact(app, arguments: str) -> str:
     if not app.facts.forget(arguments):
         raise ConfigError(f"there is no fact {arguments}; usage: /forget N, a number of /memory")
     return "Forgotten."
+
+
+def index_folder(app, arguments: str) -> str:
+    """[PATH]  Read a folder for /search; the next time, what has changed of it."""
+    def on_progress(stats):
+        n_full = 20 * stats.done // stats.changed
+        app.events.put({"type": "wait", "text": "📚 " + "█" * n_full + "░" * (20 - n_full) + (
+            f" {stats.done} of {stats.changed} files, {stats.chunks} chunks, "
+            f"{stats.done / max(stats.seconds, 0.01):.0f} files/s")})
+    root = os.path.join(app.config.cwd, os.path.expanduser(arguments))
+    if not os.path.isdir(root):
+        raise ConfigError(f"there is no folder {root}")
+    app.index.use(root)
+    stats = app.index.build(on_progress, app.cancel)
+    lines = [f"⚠️ {visible(warning)}" for warning in stats.warnings[:20]]
+    lines += [f"⚠️ and {len(stats.warnings) - 20} more"] * (len(stats.warnings) > 20)
+    return "\n".join(lines + [
+        f"✅ {app.index.root}: {stats.files} files ({stats.changed} read, {stats.gone} gone), "
+        f"{stats.chunks} chunks, {stats.relations} relations, {stats.seconds:.1f} s"])
+
+
+def search_code_base(app, arguments: str) -> str:
+    """QUERY  Search the indexed code."""
+    note = app.index.refresh(app.cancel)
+    hits = app.index.search(arguments, 5, app.cancel)
+    return "\n".join(filter(None, (format_for_cli(arguments, hits), note, app.index.trouble)))
+
+
+def show_graph(app, arguments: str) -> str:
+    """NAME  What a class or method has to do with others."""
+    return format_graph(arguments, app.index.relations(arguments))
 
 
 def switch_trace(app, arguments: str) -> str:
@@ -3592,7 +5021,16 @@ class App:
         """Stop what still runs."""
         self.shell.close()
         self.http.close()
+        self.index.close()
         self.store.close()
+
+
+def use_embedder(app: App):
+    """Return what EMBEDDING_PROVIDER asks for, or None, and then perhaps a notice."""
+    try:
+        return choose_embedder(app.config, app.http)
+    except ConfigError as e:             # the search by words goes on
+        app.notices.append(str(e))
 
 
 def build(config: Config) -> App:
@@ -3618,6 +5056,10 @@ def build(config: Config) -> App:
     app.agent = Agent(DemoModel(), toolbox, app.memory, app.on_event, "", config.max_rounds,
                       config.token_budget, config.turn_timeout_s, app.notes, app.compact)
     trust_env(app)
+    app.index = CodeIndex(
+        os.path.join(config.get("PAICLI_RAG_DIR", os.path.join(config.home, "rag")), "codebase.db"),
+        config.cwd, use_embedder(app), app.mask)
+    toolbox.add(tools_in(CodeTools(app.index)))
     app.notices += [app.use_model(), *load_plugins(app)]
     if config.resume:
         app.notices.append(app.memory.resume(config.resume))

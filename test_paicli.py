@@ -17,15 +17,18 @@ Edit only exercise_*.py.  The answers are in paicli.py; look after trying.
 """
 import ast
 import base64
+import collections
 import contextlib
 import functools
 import http.server
 import importlib
 import io
 import json
+import math
 import os
 import pathlib
 import queue
+import random
 import re
 import signal
 import socket
@@ -37,12 +40,13 @@ import textwrap
 import threading
 import time
 import unittest
+from array import array
 
 import paicli
 
 HERE = pathlib.Path(__file__).resolve().parent
 PATH = HERE / "paicli.py"
-MAX_LINES = 4500
+MAX_LINES = 5250                         # DESIGN.md wants 4500: the README says why not
 POSIX = os.name == "posix"
 
 
@@ -2277,6 +2281,693 @@ class TestMemory(Case):
 
 
 # ---- 22 --------------------------------------------------------------------------------------------
+
+class TestJavaLexer(unittest.TestCase):
+    """Section 12: what is not code goes blank, braces pair up, heads become tokens."""
+
+    def check(self, function, cases):
+        for text, want in cases.items():
+            got = function(text)
+            self.assertEqual(got, want, f"{function.__name__}({text!r}) -> {got!r}, not {want!r}")
+
+    def test_strings_and_comments_become_blanks(self):
+        self.check(paicli.java_blank, {'f("}"); // {': "f(   );     ", "a /* } */ b": "a         b"})
+
+    def test_a_slash_in_a_string_starts_no_comment_and_a_quote_in_a_comment_no_string(self):
+        self.check(paicli.java_blank, {'"http://x" + y': "           + y", '/* " */ z': "        z",
+                                       "'\"' + '\\'' + q": "    +      + q"})
+
+    def test_lines_stay_in_comments_and_text_blocks(self):
+        self.check(paicli.java_blank, {"a/*\n}\n*/b": "a  \n \n  b",
+                                       'x = """\n "" { \\""" \n""";': "x =    \n           \n   ;"})
+
+    def test_every_kind_of_line_end_counts_once(self):
+        self.check(paicli.java_blank, {"a // b\r\nc": "a      \nc", "a // b\rc": "a     \nc"})
+
+    def test_unicode_escapes_are_read_first_and_the_length_of_the_line_stays(self):
+        self.check(paicli.java_blank, {"\\u007b x\ny": "{ x     \ny", '"\\\\u0022" + a': " " * 10 + "+ a",
+                                       "\\uuu0022}\\u0022;": "   ;" + " " * 12})
+
+    def test_an_unclosed_string_ends_with_its_line_and_shows_where_it_was(self):
+        self.check(paicli.java_blank, {'f("ab);\ng();': 'f("a   \ng();', "a /* b": "a /*  "})
+
+    def test_tokens_of_a_head(self):
+        self.check(paicli.java_tokens, {"int[] f": ["int", "[", "]", "f"],
+                                        "A.B... größe$": ["A", ".", "B", "...", "größe$"]})
+
+    def test_braces_pair_up(self):
+        self.check(paicli.brace_map, {"{}": {0: 1}, "a{b{}{}}": {1: 7, 3: 4, 5: 6}})
+
+    def test_a_brace_without_a_partner_reaches_to_the_end_or_is_left_out(self):
+        self.check(paicli.brace_map, {"{ {}": {0: 4, 2: 3}, "} {}": {2: 3}})
+
+    def test_an_annotation_becomes_a_sign_of_the_same_length(self):
+        self.check(paicli.bare_code, {"@A int x": "#  int x", "@a.B(x = {1}, y = (2)) f": "#" + " " * 22 + "f",
+                                      "@A(@B(@C)) f": "#          f", "@interface X": "@interface X"})
+
+    def test_a_million_odd_characters_take_no_time(self):
+        for unit in ('"', "/*", "'", "@A(", "\\u005c", '"""\n\\', "{", "("):
+            text = unit * (200_000 // len(unit))
+            self.assertEqual(len(paicli.bare_code(paicli.java_blank(text))), len(text), unit)
+
+
+class TestJavaOutline(unittest.TestCase):
+    """Section 13: types and methods with their lines, calls, imports, and errors that say where."""
+
+    def test_a_class_with_a_method(self):
+        outline = paicli.java_outline("package n.m;\nclass A {\n  int f(String s) {\n  }\n}")
+        self.assertEqual(outline, ("n.m", [], [("A", "class", 2, 5, [], [])],
+                                   [("A", "f", ["String"], "method", 3, 4, [])], ""))
+
+    def types(self, source):
+        return [(t.name, t.kind, t.extends, t.implements) for t in paicli.java_outline(source).types]
+
+    def methods(self, source):
+        return [(m.type, m.name, m.kind, m.params) for m in paicli.java_outline(source).methods]
+
+    def params(self, parameters):
+        return paicli.java_outline(f"class A {{ void f({parameters}) {{}} }}").methods[0].params
+
+    def calls(self, body):
+        return " ".join(paicli.java_outline(f"class A {{ void f() {{ {body} }} }}").methods[0].calls)
+
+    def test_imports(self):
+        outline = paicli.java_outline("import a.B; import static c . D.*;\nimport module x.y; class Z {}")
+        self.assertEqual(outline.imports, [("a.B", False, False), ("c.D", True, True)])
+
+    def test_kinds_of_types_and_their_full_names(self):
+        self.assertEqual([t[:2] for t in self.types("class A { enum B { X(1) { }, Y; class C { } } } record D() { }")],
+                         [("A", "class"), ("A.B", "enum"), ("A.B.C", "class"), ("D", "record")])
+        self.assertEqual([t[:2] for t in self.types("@interface A { interface B { } } @X interface C { }")],
+                         [("A", "annotation"), ("A.B", "interface"), ("C", "interface")])
+
+    def test_super_types_are_names_without_arguments(self):
+        self.assertEqual(self.types("class A<T extends Q> extends b.C<T>.D implements E<F, G>, @X H { }"),
+                         [("A", "class", ["b.C.D"], ["E", "H"])])
+        self.assertEqual(self.types("sealed interface A extends B, C<D> permits E { }"),
+                         [("A", "interface", ["B", "C"], [])])
+
+    def test_methods_and_constructors(self):
+        self.assertEqual(self.methods("class A { A() {} <T> A(T t) {} java.util.List<T> A() {} abstract int g(); }"),
+                         [("A", "A", "constructor", []), ("A", "A", "constructor", ["T"]),
+                          ("A", "A", "method", []), ("A", "g", "method", [])])
+        self.assertEqual(self.methods("record R(int a, T... b) { R { } static int f = g(); void h() {} }"),
+                         [("R", "R", "compact_constructor", ["int", "T..."]), ("R", "h", "method", [])])
+        self.assertEqual(self.methods("@interface A { int[] v() default {1}; byte w() default (byte) 1; }"),
+                         [("A", "v", "method", []), ("A", "w", "method", [])])
+
+    def test_parameters_are_types_as_written(self):
+        self.assertEqual(self.params("final Map<K, ? super V[]> a, int b[], @X(1) String... c"),
+                         ["Map<K,? super V[]>", "int[]", "String..."])
+        self.assertEqual(self.params("A this, java.util.List<List<T>>[] x"), ["java.util.List<List<T>>[]"])
+
+    def test_words_with_a_meaning_only_in_places(self):
+        self.assertEqual(self.methods("class A { int record(int record) { } void sealed() { } }"),
+                         [("A", "record", "method", ["int"]), ("A", "sealed", "method", [])])
+        self.assertEqual(self.calls("record(1); this.yield(2); yield (3); when(4);"), "record yield when")
+
+    def test_lines_begin_with_the_annotation_and_end_with_the_brace(self):
+        source = "class A {\n  /** } */\n  @X(\n   1)\n  void f()\n  {\n    g();\n  }\n  int h() ;\n}\n"
+        for end in ("\n", "\r\n", "\r"):
+            methods = paicli.java_outline(source.replace("\n", end)).methods
+            self.assertEqual([(m.name, m.start_line, m.end_line) for m in methods], [("f", 3, 8), ("h", 9, 9)])
+
+    def test_calls_in_order_and_as_often_as_made(self):
+        self.assertEqual(self.calls("g(h(1), i()); x.j().k(); g(2); if (l()) return m(); else n();"),
+                         "g h i j k g l m n")
+        self.assertEqual(self.calls("Runnable r = () -> p(); q(x -> { r(); }); s.<T>t(); a = b > u();"),
+                         "p q r t u")
+
+    def test_what_looks_like_a_call(self):
+        self.assertEqual(self.calls('while (a) { } new B(c()); new d.E(1); super.f(); super(); this(1); "g(".h();'),
+                         "c f h")
+        self.assertEqual(self.calls("class L { L(int x) { i(); } List<T> m() { return j(); } int n() { } }"), "i j")
+        self.assertEqual(self.calls("switch (o) { case R(S(var x), T y) when k(x) -> l(); case (1): m(); }"), "k l m")
+
+    def test_a_field_keeps_its_calls_and_anonymous_methods_to_itself(self):
+        source = "class A { Object o = new B() { void x() { y(); } }, p[] = {f(1)}; { g(); } void h() { i(); } }"
+        self.assertEqual(self.methods(source), [("A", "h", "method", [])])
+        self.assertEqual(paicli.java_outline(source).methods[0].calls, ["i"])
+
+    def test_a_class_without_a_head(self):
+        outline = paicli.java_outline("import a.B;\nvoid main() {\n  f();\n}\nint f() { return 1; }")
+        self.assertEqual(outline.types, [("", "implicit", 2, 5, [], [])])
+        self.assertEqual([m.name for m in outline.methods], ["main", "f"])
+
+    def test_a_broken_file_says_where_and_keeps_the_rest(self):
+        for source, error in {"class A {\n void f() { }\n": "line 1: unclosed {",
+                              "class A {\n void f() { }\n}\n}": "line 4: unexpected }",
+                              'class A { void f() { }\n String s = "x;\n}': 'line 2: unclosed "'}.items():
+            outline = paicli.java_outline(source)
+            self.assertEqual((outline.error, outline.methods[0].name), (error, "f"), source)
+        self.assertEqual(paicli.java_outline("module a.b { requires c; }").error, "")
+
+    def test_deep_and_long_files_are_read_in_linear_time(self):
+        deep = paicli.java_outline("class A { " * 500 + "void f() { g(); }" + "}" * 500)
+        self.assertEqual((len(deep.types), deep.methods[0].calls, deep.error), (500, ["g"], ""))
+        for unit in ("<", "( ", "@A ", "x > f(", "class A extends ", "case ", "import ", "a."):
+            self.assertTrue(paicli.java_outline("class A { " + unit * 20_000).error, unit)
+
+
+class TestCodeChunks(Case):
+    """Section 14.  One star of three."""
+
+    JAVA = ("package a;\nimport b.Model;\nimport java.util.List;\n\n/** Runs. */\npublic class Agent extends Base implements Runnable {\n"
+            "    int a;\n    int b;\n    int c;\n    int d;\n    int e;\n    int f;\n\n    /** Asks\n     *  the model. */\n"
+            "    @Override\n    public String run(String q, int n) {\n        log(q); return model.chat(q);\n    }\n"
+            "    static class Part extends Base { }\n}\n")
+    PYTHON = ("import os\n\n@dec\nclass A(B, c.D):\n    x = 1\n\n    # about run\n    def run(self, q):\n        self.chat(q)\n"
+              "        def inner(): pass\n\nif True:\n    async def top():\n        await other()\n")
+
+    def named(self, chunks):
+        return [(c.kind, c.name, c.start_line, c.end_line) for c in chunks]
+
+    def test_java_is_cut_into_classes_and_methods(self):
+        chunks = paicli.chunk_file("src/Agent.java", self.JAVA)
+        self.assertEqual([("class", "Agent", 6, 11), ("class", "Agent.Part", 20, 20), ("method", "Agent.run(String, int)", 14, 19)],
+                         sorted(self.named(chunks)))
+        lines = self.JAVA.split("\n")
+        for c in chunks:
+            self.assertEqual(("src/Agent.java", "\n".join(lines[c.start_line - 1:c.end_line])), (c.path, c.text))
+        crlf = paicli.chunk_file("Agent.java", self.JAVA.replace("\n", "\r\n"))
+        self.assertEqual([c.text for c in chunks], [c.text for c in crlf])
+
+    def test_python_is_cut_the_same_way(self):
+        chunks = paicli.chunk_file("a.py", self.PYTHON)
+        self.assertEqual([("class", "A", 3, 8), ("method", "A.run(self, q)", 7, 10), ("method", "top()", 13, 14)], self.named(chunks))
+        self.assertEqual("    async def top():\n        await other()", chunks[-1].text)
+
+    def test_names_are_related(self):
+        _, relations, error = paicli.read_source("src/Agent.java", self.JAVA)
+        self.assertEqual("", error)
+        self.assertEqual({("Agent", "extends", "Base"), ("Agent", "implements", "Runnable"), ("Agent", "imports", "b.Model"),
+                          ("Agent", "contains", "Agent.run"), ("Agent", "contains", "Agent.Part"), ("Agent.Part", "extends", "Base"),
+                          ("Agent.run", "calls", "log"), ("Agent.run", "calls", "chat")}, set(relations))
+        _, relations, _ = paicli.read_source("a.py", self.PYTHON)
+        self.assertEqual({("A", "extends", "B"), ("A", "extends", "c.D"), ("A", "contains", "A.run"), ("A.run", "calls", "chat"),
+                          ("top", "calls", "other")}, set(relations))
+
+    def test_anything_else_is_cut_into_pieces_at_blank_lines(self):
+        self.assertEqual([("a\nb", 1, 2)], list(paicli.text_pieces("a\nb")))
+        self.assertEqual([("a", 7, 7)], list(paicli.text_pieces("\n\na\n\n", 5)))
+        text = "\n".join(["x" * 99] * 15 + [""] + ["y" * 99] * 30 + ["z" * 4500, "end"])
+        found = list(paicli.text_pieces(text))
+        self.assertEqual([("x", 1, 15), ("y", 17, 36), ("y", 37, 46), ("z", 47, 47), ("z", 47, 47)],
+                         [(t[0], first, last) for t, first, last in found[:5]])
+        self.assertTrue(all(len(t) <= 2000 for t, *_ in found))
+        self.assertEqual(text.replace("\n", ""), "".join(t for t, *_ in found).replace("\n", ""))
+        self.assertEqual([("file", "notes.md", 1, 2)], self.named(paicli.chunk_file("docs/notes.md", "# a\nb\n")))
+
+    def test_what_does_not_parse_loses_nothing(self):
+        broken = self.JAVA.replace("import b.Model;", "import b.Model;\nint ) x;") + "}}\nclass { int lost\n"
+        for path, text in (("A.java", broken), ("a.py", self.PYTHON + "def (:\n")):
+            chunks, _, error = paicli.read_source(path, text)
+            self.assertRegex(error, r"^line \d+: ")
+            covered = {n for c in chunks for n in range(c.start_line, c.end_line + 1)}
+            for n, line in enumerate(text.split("\n"), 1):
+                self.assertTrue(n in covered or not line.strip(), (path, n, line))
+        self.assertIn("method", [c.kind for c in paicli.chunk_file("A.java", broken)])
+        self.assertEqual([("file", "package-info.java", 1, 1)], self.named(paicli.chunk_file("package-info.java", "package a;\n")))
+
+    def test_a_gitignore_is_read_as_git_reads_it(self):
+        for line, folder, matches, passes in (
+                ("*.log", "", ["a.log", "x/y/b.log", "logs.log/"], ["a.log.txt"]), ("/build/", "", ["build/"], ["x/build/", "build"]),
+                ("doc/*.txt", "", ["doc/a.txt"], ["doc/b/a.txt", "x/doc/a.txt"]), ("a/**/b", "", ["a/b", "a/x/y/b"], ["b", "x/a/b"]),
+                ("**/gen", "", ["gen/", "x/gen"], ["xgen"]), ("out/**", "", ["out/a", "out/x/y"], ["out/"]), ("[!a]?.c", "", ["bc.c"], ["ac.c", "b.c"]),
+                ("*.o", "lib/", ["lib/a.o", "lib/x/a.o"], ["a.o"]), (r"\#x", "", ["#x"], ["x"])):
+            regex, excludes = paicli.ignore_rule(line, folder)
+            self.assertTrue(excludes)
+            for path in matches + passes:
+                self.assertEqual(path in matches, bool(re.fullmatch(regex, path)), (line, path, regex))
+        self.assertFalse(paicli.ignore_rule("!keep.log")[1])
+
+    def test_only_files_worth_reading_are_walked(self):
+        for name in ("a.java", "src/build/B.java", "keep.log.md", "sub/ok.py", "sub/gen/no.py", "sub/gen2/yes.py", "build/x.java", "node_modules/m.js", ".git/g.py",
+                     ".env", "image.png", "settings.yml", "old/x.md", "venv/v.py"):
+            self.write(name, "x")
+        self.write(".gitignore", "# comment\n\n*.md\n!keep*.md\nold/\n")
+        self.write("sub/.gitignore", "gen/\n")
+        if POSIX:
+            os.symlink("..", self.path("sub/loop"))
+            os.symlink("/etc/hosts", self.path("hosts.txt"))
+            os.mkfifo(self.path("pipe.py"))
+        found = dict(paicli.source_files(self.folder))
+        self.assertEqual(["a.java", "keep.log.md", "src/build/B.java", "sub/gen2/yes.py", "sub/ok.py"], sorted(found))
+        self.assertEqual(1, found["a.java"].st_size)
+
+    def test_a_text_to_embed_names_the_chunk(self):
+        chunks = {c.kind: c for c in paicli.chunk_file("src/Agent.java", self.JAVA)}
+        self.assertTrue(paicli.embedding_text(chunks["method"]).startswith("[method:Agent.run]     /** Asks"))
+        self.assertTrue(paicli.embedding_text(paicli.Chunk("a", "class", "A", "class A {", 1, 1)), "[class:A] class A {")
+
+
+class TestSearchTerms(unittest.TestCase):
+    """Section 15.  One star of three."""
+
+    def test_a_name_is_cut_at_capitals_digits_and_underscores(self):
+        self.assertEqual(paicli.terms("parseHTTPHeader2"), ["pars", "http", "header"])
+        self.assertEqual(paicli.terms("MAX_row_count64"), ["max", "row", "count", "64"])
+
+    def test_words_of_one_family_become_the_same_term(self):
+        for family in ("parse parses parsed parsing", "query queries queried", "map maps mapping",
+                       "connect connection connections connected", "value values"):
+            self.assertEqual(len(set(paicli.terms(family))), 1, paicli.terms(family))
+        self.assertEqual(paicli.terms("class status"), ["class", "status"])
+
+    def test_words_that_say_nothing_are_left_out(self):
+        self.assertEqual(paicli.terms("the size of an array"), paicli.terms("size array"))
+        self.assertEqual(paicli.terms(" \n+ -"), [])
+
+    def test_the_index_keeps_words_that_names_are_made_of(self):
+        self.assertIn("for", paicli.terms("forEach"))
+        self.assertIn("is", paicli.terms("isEmpty"))
+
+    def test_a_question_loses_its_question_words(self):
+        asked = [term for words in paicli.query_terms("Where does it close the socket?")
+                 for term, weight in words.items() if weight == 1]
+        self.assertEqual(asked, paicli.terms("close socket"))
+
+    def test_a_synonym_counts_less_than_the_word_itself(self):
+        words, = paicli.query_terms("fetch")
+        self.assertEqual(words["fetch"], 1)
+        self.assertTrue(0 < words[paicli.terms("retrieve")[0]] < 1)
+
+    def test_a_name_in_a_question_stays_as_it_is(self):
+        self.assertEqual(paicli.query_terms("userUuid"), [{"user": 1}, {"uuid": 1}])
+
+    def test_the_same_word_asked_twice_counts_once(self):
+        self.assertEqual(len(paicli.query_terms("lambda lambda lambdas")), 1)
+
+    def translated(self, query, *english):
+        wanted = paicli.query_terms(query)
+        for term in paicli.terms(" ".join(english)):
+            self.assertTrue(any(words.get(term) for words in wanted), (query, term, wanted))
+
+    def test_chinese_is_cut_into_the_longest_words_of_the_glossary(self):
+        self.translated("线程在哪里读取配置文件？", "thread", "read", "config", "file")
+        words, = paicli.query_terms("字符串")
+        self.assertEqual(words[paicli.terms("string")[0]], 1)
+        self.assertNotIn(paicli.terms("character")[0], words)
+
+    def test_serbian_words_are_found_by_their_roots_with_or_without_accents(self):
+        for query in ("Gde se čita ključ iz datoteke?", "Gde se cita kljuc iz datoteke?",
+                      "Где се чита кључ из датотеке?"):
+            self.translated(query, "read", "key", "file")
+
+    def test_polish_words_are_found_by_their_roots(self):
+        self.translated("Gdzie zamykane są połączenia z bazą?", "close", "connection", "database")
+        self.translated("Jak działa pamięć podręczna wątków", "cache", "thread")
+
+    def test_the_longest_root_wins(self):
+        self.translated("redosled", "order")
+        self.assertFalse(any("row" in words for words in paicli.query_terms("redosled")))
+
+    def test_names_and_words_of_other_languages_mix(self):
+        self.translated("Gde se zatvara SqlSession u keš?", "close", "sql", "session", "cache")
+
+    def test_an_english_question_is_not_taken_for_serbian(self):
+        self.assertFalse(any("row" in words for words in paicli.query_terms("the red color of an icon")))
+
+    def test_cutting_is_fast_in_any_text(self):
+        self.assertEqual(paicli.terms("x" * 100_000 + " " + "_" * 100_000)[0][:2], "xx")
+
+
+class TestEmbeddings(Case):
+    """Section 16.  Two stars of three."""
+
+    def embedder(self, *script, kind="OllamaEmbedder", model="m", path="", **options):
+        self.fake = self.server(*script)
+        return getattr(paicli, kind)(model, self.fake.url + path, http=self.http(), **options)
+
+    def sent(self):
+        """The texts of each request."""
+        return [r["body"].get("input", r["body"].get("prompt")) for r in self.fake.requests]
+
+    @staticmethod
+    def answers(handler):
+        """A script entry: the vector of the text "7 ..." is (7, 1)."""
+        vectors = [[float(text.split()[0]), 1.0] for text in handler.body["input"]]
+        handler.answer(*refuses(200, {"embeddings": vectors}))
+
+    def test_each_text_has_a_vector_of_length_1_in_its_place(self):
+        embedder = self.embedder(*[self.answers] * 3)
+        vectors = embedder.embed([f"{n} apples" for n in range(70)])
+        self.assertEqual(70, len(vectors))
+        for n, vector in enumerate(vectors):
+            self.assertIsInstance(vector, array)
+            self.assertAlmostEqual(n / math.hypot(n, 1), vector[0], 6)
+            self.assertAlmostEqual(1 / math.hypot(n, 1), vector[1], 6)
+        self.assertEqual([6, 32, 32], sorted(map(len, self.sent())))
+        self.assertEqual(("/api/embed", "m"), (self.fake.requests[0]["path"], self.fake.requests[0]["body"]["model"]))
+        self.assertEqual([], embedder.embed([]))
+
+    def test_zeros_stay_zeros(self):
+        embedder = self.embedder(refuses(200, {"embeddings": [[0, 0], [0, 2]]}))
+        self.assertEqual([[0, 0], [0, 1]], [v.tolist() for v in embedder.embed(["a", "b"])])
+
+    def test_no_text_is_sent_empty_or_longer_than_2000_characters(self):
+        self.embedder(refuses(200, {"embeddings": [[1], [1], [1]]})).embed(["", " \n", "x" * 3000])
+        empty, blank, long = self.sent()[0]
+        self.assertTrue(empty.strip() and blank.strip())
+        self.assertEqual("x" * 2000, long)
+
+    def test_openai_answers_are_put_in_the_order_of_their_index(self):
+        data = [{"index": 1, "embedding": [0, 5]}, {"index": 0, "embedding": [5, 0]}]
+        embedder = self.embedder(refuses(200, {"data": data}), kind="OpenAIEmbedder", path="/v1/", api_key="sk-1\n")
+        self.assertEqual([[1, 0], [0, 1]], [v.tolist() for v in embedder.embed(["a", "b"])])
+        request = self.fake.requests[0]
+        self.assertEqual(("/v1/embeddings", "Bearer sk-1", {"model": "m", "input": ["a", "b"]}), (
+            request["path"], request["headers"]["Authorization"], request["body"]))
+        self.assertEqual(("127.0.0.1:m", "ollama:n"), (embedder.label, self.embedder(model="n").label))
+
+    def test_an_old_ollama_is_asked_for_one_text_at_a_time(self):
+        embedder = self.embedder((404, {}, b"404 page not found"), *[refuses(200, {"embedding": [n, 0]}) for n in (1, -1, 1)])
+        self.assertEqual([[1, 0], [-1, 0]], [v.tolist() for v in embedder.embed(["a", "b"])])
+        self.assertEqual([[1, 0]], [v.tolist() for v in embedder.embed(["c"])])
+        self.assertEqual([["a", "b"], "a", "b", "c"], self.sent())
+        self.assertNotIn("Authorization", self.fake.requests[0]["headers"])
+
+    def test_what_is_too_much_is_asked_again_by_halves(self):
+        def answer(handler):
+            texts = handler.body["input"]
+            if len(texts) > 2 or len(texts[0]) > 500:
+                return handler.answer(*refuses(400, {"error": "too much"}))
+            self.answers(handler)
+        embedder = self.embedder(*[answer] * 30)
+        vectors = embedder.embed([f"{n} " + "x" * 400 * n for n in range(5)])
+        self.assertEqual([0, 1, 2, 3, 4], [round(v[0] / v[1]) for v in vectors])
+        hopeless = self.embedder(*[refuses(400, {"error": "no"})] * 30)
+        self.raises(paicli.ModelError, "no", hopeless.embed, ["a", "b" * 150])
+
+    def test_a_busy_server_is_asked_again_and_a_refused_key_is_not(self):
+        busy = self.embedder(refuses(503, "busy", Retry_After="0"), self.answers)
+        self.assertEqual(1, len(busy.embed(["1"])))
+        refused = self.embedder(refuses(401, {"error": {"message": "bad key"}}), kind="OpenAIEmbedder")
+        self.raises(paicli.ModelError, "bad key(?s:.*)EMBEDDING_API_KEY", refused.embed, ["a"])
+
+    def test_an_ollama_without_the_model_or_not_running_says_what_to_do(self):
+        lacking = self.embedder(refuses(404, {"error": 'model "m" not found, try pulling it first'}))
+        self.raises(paicli.ModelError, "ollama pull m", lacking.embed, ["a"])
+        down = paicli.OllamaEmbedder("m", "http://127.0.0.1:1")
+        self.raises(paicli.ModelError, "connection refused(?s:.*)ollama serve", down.embed, ["a"])
+
+    def test_an_answer_that_has_no_vectors_is_an_error(self):
+        for bad in ({}, [], {"embeddings": None}, {"embeddings": [[1]]}, {"embeddings": [[1], []]}, {"embeddings": [[1], [1, 2]]},
+                    {"embeddings": [[1], [None]]}, {"embeddings": [[1], ["2"]]}, {"embeddings": [[1], [float("nan")]]}):
+            with self.subTest(bad):
+                self.raises(paicli.ModelError, "ollama:m", self.embedder(refuses(200, bad)).embed, ["a", "b"])
+        for bad in ({"error": "x"}, {"data": [{"index": 0}]}):
+            self.raises(paicli.ModelError, "127.0.0.1:m", self.embedder(refuses(200, bad), kind="OpenAIEmbedder").embed, ["a"])
+
+    def test_several_requests_are_under_way_at_once(self):
+        together = threading.Barrier(4)
+
+        def answer(handler):
+            together.wait(20)
+            self.answers(handler)
+        self.assertEqual(128, len(self.embedder(*[answer] * 4).embed(["1"] * 128)))
+
+    def test_cancel_ends_it_at_once(self):
+        cancel = paicli.Cancel()
+
+        def stops(handler):
+            cancel.set()
+            handler.fake.release.wait(30)
+        self.raises(paicli.Cancelled, "by you", self.embedder(stops).embed, ["a"], cancel)
+
+    def choose(self, **environ):
+        embedder = paicli.choose_embedder(paicli.load_config([], environ, self.folder, self.folder), self.server_http)
+        return embedder and (embedder.label, embedder._provider.base_url, embedder._provider.api_key)
+
+    def test_the_settings_choose_the_embedder(self):
+        self.server_http = self.http()
+        self.assertIsNone(self.choose())
+        self.raises(paicli.ConfigError, "EMBEDDING_PROVIDER=x: .*ollama, openai", self.choose, EMBEDDING_PROVIDER="x")
+        self.assertEqual(("ollama:nomic-embed-text", "http://localhost:11434", ""), self.choose(EMBEDDING_PROVIDER="ollama"))
+        self.assertEqual(("ollama:a", "http://127.0.0.1:9", ""), self.choose(
+            EMBEDDING_PROVIDER="ollama", EMBEDDING_MODEL="a", EMBEDDING_BASE_URL="http://127.0.0.1:9/"))
+        for name in ("glm", "zhipu"):
+            self.assertEqual(("open.bigmodel.cn:embedding-3", "https://open.bigmodel.cn/api/paas/v4", "own"), self.choose(
+                EMBEDDING_PROVIDER=name, GLM_API_KEY="own", OPENAI_API_KEY="other"))
+        self.assertEqual(("api.openai.com:text-embedding-3-small", "https://api.openai.com/v1", "e"), self.choose(
+            EMBEDDING_PROVIDER="openai", EMBEDDING_API_KEY="e", OPENAI_API_KEY="own"))
+
+    def test_a_key_goes_only_to_the_url_beside_it(self):
+        self.server_http = self.http()
+        self.assertEqual(("b.example:b", "http://b.example", ""), self.choose(
+            EMBEDDING_PROVIDER="openai", EMBEDDING_MODEL="b", EMBEDDING_BASE_URL="http://b.example", OPENAI_API_KEY="own"))
+        self.write(".env", "EMBEDDING_BASE_URL=http://localhost:5\n")
+        self.raises(paicli.ConfigError, "is from ./.env and the key from environment", self.choose,
+                    EMBEDDING_PROVIDER="openai", EMBEDDING_API_KEY="e")
+        self.write(".env", "EMBEDDING_BASE_URL=http://evil.example\n")
+        self.raises(paicli.ConfigError, "needs your trust", self.choose, EMBEDDING_PROVIDER="ollama")
+
+
+class TestCodeIndex(Case):
+    """Section 17.  Three stars of three."""
+
+    AGENT = ("package a;\n\npublic class Agent extends Base {\n    /** Asks the model for one reply. */\n    String queryModel(String text) {\n"
+             "        return client.send(text);\n    }\n\n    void parseHttpHeader(String line) {\n        split(line);\n    }\n\n"
+             "    void first() { queryModel(\"\"); }\n}\n")
+
+    class Embedder:
+        """Vectors by hand: what a text has of some words."""
+        label = "hand:1"
+
+        def __init__(self, *words):
+            self.words, self.asked = words, []
+
+        def embed(self, texts, cancel=None):
+            self.asked += texts
+            return [array("f", [float(w in t.lower()) / (sum(x in t.lower() for x in self.words) or 1) ** 0.5 for w in self.words]
+                                + [0.0] * (-len(self.words) % 8)) for t in texts]
+
+    def index(self, embedder=None, root="code", **options):
+        index = paicli.CodeIndex(self.path("rag/codebase.db"), self.path(root), embedder, **options)
+        self.stack.callback(index.close)
+        return index
+
+    def built(self, embedder=None):
+        self.write("code/src/Agent.java", self.AGENT)
+        self.write("code/src/Other.java", "class Other extends Agent {\n    void readFile() { queryModel(path); }\n    void first() { }\n}\n")
+        self.write("code/notes.md", "# Notes\n\nHow the cache works.\n")
+        index = self.index(embedder)
+        self.stats = index.build()
+        return index
+
+    # -- vectors
+
+    def test_the_cosine_of_two_vectors_is_their_dot_product(self):
+        self.assertAlmostEqual(0.6, paicli.cosine([0.6, 0.8], [1.0, 0.0]))
+        self.assertAlmostEqual(-1.0, paicli.cosine(array("f", [0, -1]), array("f", [0, 1])))
+
+    # -- vectors, continued
+
+    @staticmethod
+    def vectors(count, dimensions, seed=1):
+        """Random vectors of length 1, in bunches, as code is."""
+        draw = random.Random(seed)
+        middles = [[draw.gauss(0, 1) for _ in range(dimensions)] for _ in range(count // 20 + 1)]
+        rows = [[x + draw.gauss(0, 1) for x in draw.choice(middles)] for _ in range(count)]
+        return [array("f", [x / math.hypot(*row) for x in row]) for row in rows]
+
+    @staticmethod
+    def sketches(vectors, *sizes, first=1):
+        """A SketchIndex of the vectors, in segments of these sizes; ids start with `first`."""
+        segments, start = [], 0
+        for size in sizes or [len(vectors)]:
+            segments.append((first + start, b"".join(map(paicli.sketch, vectors[start:start + size]))))
+            start += size
+        return paicli.SketchIndex(segments, (len(vectors[0]) + 7) // 8)
+
+
+    def test_a_sketch_has_a_bit_for_each_sign(self):
+        self.assertEqual(b"\xb7", paicli.sketch(array("f", [0.1, -2, 3, 4, -5, 6, 7, 8])))
+        self.assertEqual(b"\x00\x80", paicli.sketch(array("f", [-1] * 8 + [1, -1])))
+
+    def test_the_best_rows_by_sign_come_back_by_id(self):
+        vectors = [array("f", v) for v in ([1, 1], [1, -1], [-1, 1], [-1, -1], [1, 1])]
+        index = self.sketches(vectors, 2, 1, 2, first=10)
+        self.assertEqual([10, 14], index.best(array("f", [3, 1]), 1))           # equals stay together
+        self.assertEqual([13], index.best(array("f", [-1, -1]), 1))
+        self.assertEqual([10, 11, 14], index.best(array("f", [3, 1]), 3))
+        self.assertEqual([10, 11, 12, 13, 14], sorted(index.best(array("f", [3, 1]), 99)))
+        self.assertEqual([], paicli.SketchIndex([], 1).best(array("f", [1, 1]), 3))
+        self.assertEqual([10, 11, 12, 13, 14], sorted(index.best(array("f", [0, 0]), 1)))
+
+    def test_a_segment_can_stand_anywhere(self):
+        one, two = [array("f", [1, 1])], [array("f", [-1, -1]), array("f", [-1, 1])]
+        index = paicli.SketchIndex([(70, b"".join(map(paicli.sketch, two))), (5, b"".join(map(paicli.sketch, one)))], 1)
+        self.assertEqual([[5], [70], [71]], [index.best(array("f", v), 1) for v in ([1, 1], [-1, -1], [-1, 1])])
+
+    def test_the_nearest_are_those_of_an_exact_search(self):
+        for count, dimensions in ((1001, 64), (401, 130)):
+            vectors, found = self.vectors(count, dimensions), []
+            index = self.sketches(vectors, count // 2, count - count // 2)
+            for question in self.vectors(count, dimensions, 1)[::100]:
+                near = paicli.nearest(question, index, lambda ids: [(n, vectors[n - 1].tobytes()) for n in ids])
+                exact = {n + 1: sum(a * b for a, b in zip(question, v)) for n, v in enumerate(vectors)}
+                best = sorted(exact, key=exact.get, reverse=True)[:10]
+                found += [n in near for n in best]
+                self.assertLess(len(near), count / 2)
+                self.assertTrue(all(abs(exact[n] - near[n]) < 1e-5 for n in near))
+            self.assertGreaterEqual(sum(found) / len(found), 0.985)
+
+    # -- the index
+
+    def test_a_method_is_found_by_what_its_name_says(self):
+        index = self.built()
+        for query, name in (("parse http header", "Agent.parseHttpHeader(String)"), ("queryModel", "Agent.queryModel(String)"),
+                            ("Where is the model asked for a reply?", "Agent.queryModel(String)"), ("read a file", "Other.readFile()")):
+            self.assertEqual(name, index.search(query)[0].name, query)
+        hit = index.search("parse header")[0]
+        self.assertEqual(("src/Agent.java", "method", 9, 11), (hit.path, hit.kind, hit.start_line, hit.end_line))
+        self.assertEqual("    void parseHttpHeader(String line) {\n        split(line);\n    }", hit.text)
+        self.assertEqual([("notes.md", "file")], [(h.path, h.kind) for h in index.search("how does the cache work")])
+        self.assertEqual([], index.search("zzz") + index.search("") + index.search('"; DROP (') + index.search("如何"))
+
+    def test_at_most_two_hits_are_of_one_file(self):
+        self.write("code/A.java", "class A {" + "".join(f"\nvoid read{n}() {{ file(); }}" for n in "abcd") + "}")
+        self.write("code/B.java", "class B { void readFile(int aVeryLongOneThatComesLast) { x(); } }")
+        index = self.index()
+        index.build()
+        self.assertEqual({"A.java": 2, "B.java": 2}, dict(collections.Counter(h.path for h in index.search("read file"))))
+        self.assertEqual(1, len(index.search("read file", 1)))
+
+    def test_only_what_changed_is_read_again(self):
+        index = self.built()
+        self.assertEqual((3, 3, 3, 0), self.stats[:4])
+        self.assertEqual(paicli.IndexStats(3, 0, 0, 0, *self.stats[4:6], 0, ()), index.build()._replace(seconds=0))
+        os.utime(self.path("code/src/Agent.java"), (1, 1))                     # touched, but the same
+        before = index.search("query model")
+        self.assertEqual((3, 1, 1, 0, *self.stats[4:6]), index.build()[:6])
+        self.assertEqual((before, 0), (index.search("query model"), index.build().changed))
+        self.write("code/src/Agent.java", self.AGENT.replace("parseHttpHeader", "writeTrailer"))
+        os.remove(self.path("code/src/Other.java"))
+        self.assertEqual((2, 1, 1, 1), index.build()[:4])
+        self.assertEqual(["Agent.writeTrailer(String)"], [h.name for h in index.search("trailer")])
+        self.assertEqual([], [h for h in index.search("read file") if h.path == "src/Other.java"])
+        self.raises(paicli.ToolError, "nothing is known of Other", index.relations, "Other")
+
+    def test_what_cannot_be_read_is_a_warning(self):
+        self.write("code/bad.py", "def f(:\n")
+        self.write("code/binary.c", b"\0\1\2")
+        self.write("code/big.c", b"x" * (paicli.MAX_SOURCE_BYTES + 1))
+        self.write("code/ok.py", "def fine_function(): pass\n")
+        stats = self.index().build()
+        self.assertRegex("\n".join(sorted(stats.warnings)), r"^bad.py: line 1: .*\nbig.c: left out: it has over 1 MB\nbinary.c: left out: this is a binary")
+        self.assertEqual(["ok.py"], [h.path for h in self.index().search("fine function")])
+        self.assertIn("bad.py", [h.path for h in self.index().search("bad")])
+        self.assertEqual(0, self.index().build().changed)
+
+    def test_stopped_in_the_middle_it_can_be_used(self):
+        for n in range(paicli.BATCH_FILES * 3):
+            self.write(f"code/f{n:03}.py", f"def number_{n}_apple(): pass\n")
+        index, cancel, seen = self.index(), paicli.Cancel(), []
+
+        def on_progress(stats):
+            seen.append((stats.done, stats.changed))
+            if len(seen) == 2:
+                cancel.set()
+        self.raises(paicli.Cancelled, "by you", index.build, on_progress, cancel)
+        self.assertEqual([(paicli.BATCH_FILES, 3 * paicli.BATCH_FILES), (2 * paicli.BATCH_FILES, 3 * paicli.BATCH_FILES)], seen)
+        self.assertEqual(5, len(index.search("apple")))
+        left = index.build().changed
+        self.assertTrue(paicli.BATCH_FILES <= left <= 2 * paicli.BATCH_FILES, left)
+        self.assertEqual(0, index.build().changed)
+
+    def test_vectors_find_what_has_no_word_in_common(self):
+        embedder = self.Embedder("send", "split", "cache", "login")
+        index = self.built(embedder)
+        self.assertIn("[method:Agent.queryModel]     /** Asks the model for one reply. */", "\n".join(embedder.asked))
+        embedder.words = ("login", "split", "cache", "send")                   # a question about "login" looks like "send"
+        self.assertEqual("Agent.queryModel(String)", index.search("login")[0].name)
+        self.assertEqual([], self.index().search("login"))                    # words only
+        self.assertEqual("Agent.parseHttpHeader(String)", index.search("split")[0].name)
+
+    def test_another_embedder_or_dimension_makes_a_new_index(self):
+        embedder = self.Embedder("send", "split")
+        index = self.built(embedder)
+        embedder.label = "hand:2"
+        self.assertEqual("Agent.queryModel(String)", index.search("query model")[0].name)      # by words, never by other vectors
+        stats = index.build()
+        self.assertEqual((3, 3), stats[:2])
+        self.assertIn("made anew", stats.warnings[0])
+        embedder.words = tuple("abcdefghijkl")
+        self.assertEqual(3, index.build().changed)
+        self.assertEqual(0, index.build().changed)
+        index.clear()
+        self.raises(paicli.ToolError, "not indexed yet", index.search, "query")
+        self.assertEqual(3, index.build().changed)
+
+    def test_projects_share_a_database_and_nothing_else(self):
+        self.built()
+        self.write("two/B.java", "class Bee { void parseHttpHeader() { } }")
+        two = self.index(root="two")
+        two.build()
+        self.assertEqual({"B.java"}, {h.path for h in two.search("parse http header")})
+        self.assertNotIn("Bee.parseHttpHeader()", [h.name for h in self.index().search("parse http header")])
+        two.clear()
+        self.assertEqual("Agent.parseHttpHeader(String)", self.index().search("parse http header")[0].name)
+
+    def test_the_search_follows_the_folder_that_was_indexed(self):
+        self.built()
+        self.write("elsewhere/x.py", "pass\n")
+        inside, outside = self.index(root="code/src"), self.index(root="elsewhere")
+        self.assertEqual("Agent.parseHttpHeader(String)", inside.search("parse header")[0].name)
+        self.raises(paicli.ToolError, "elsewhere is not indexed yet: .*/index", outside.search, "parse header")
+        outside.use(self.path("code"))
+        outside.build()
+        self.assertEqual("Agent.parseHttpHeader(String)", self.index(root="elsewhere").search("parse header")[0].name)
+
+    def test_secrets_stay_out(self):
+        self.write("code/a.py", "def login():\n    key = 'sk-12345678'\n")
+        embedder = self.Embedder("x")
+        index = self.index(embedder, mask=lambda text: text.replace("sk-12345678", paicli.MASK))
+        index.build()
+        self.assertIn(paicli.MASK, index.search("login")[0].text)
+        self.assertNotIn("sk-12345678", "".join(embedder.asked) + self.bytes_of("rag/codebase.db").decode("latin-1"))
+
+    def test_relations_go_both_ways(self):
+        index = self.built()
+        R = paicli.Relation
+        self.assertEqual({R("Agent", "extends", "Base"), R("Agent", "contains", "Agent.queryModel"), R("Agent", "contains", "Agent.parseHttpHeader"),
+                          R("Agent", "contains", "Agent.first"), R("Agent.queryModel", "calls", "send"), R("Agent.parseHttpHeader", "calls", "split"),
+                          R("Agent.first", "calls", "queryModel"), R("Other", "extends", "Agent")}, set(index.relations("Agent")))
+        self.assertEqual(R("Other", "extends", "Agent"), index.relations("Agent")[-1])
+        self.assertEqual([R("Agent.queryModel", "calls", "send"), R("Agent.first", "calls", "queryModel"), R("Other.readFile", "calls", "queryModel")],
+                         index.relations("queryModel"))
+        self.assertEqual([R("Agent", "extends", "Base")], index.relations("Base"))
+        self.raises(paicli.ToolError, "several: Agent.first, Other.first", index.relations, "first")
+        self.raises(paicli.ToolError, "nothing is known of Nobody", index.relations, "Nobody")
+        text = paicli.format_graph("Agent", index.relations("Agent"))
+        self.assertRegex(text, r"(?s)Relations of Agent\n.*8 relations\n   Agent +├── contains --> Agent.\w+\n.*   Agent.first +└── calls --> queryModel\n.*   Other └── extends --> Agent$")
+
+    def test_the_tools_read_again_what_has_changed(self):
+        index = self.built()
+        self.write("code/New.java", "class New { void brandNewThing() { } }")
+        self.assertIn("brandNewThing", paicli.CodeTools(index).search_code("brand new thing"))
+        text = paicli.CodeTools(index).search_code("parse http header", 1)
+        self.assertRegex(text, r"(?s)^Most relevant: Agent.parseHttpHeader\(String\).*Files: src/Agent.java \(1\).*counted: head\w*, http, pars.*"
+                               r"\n\nsrc/Agent.java:9-11 method .*\n    void parseHttpHeader.*")
+        self.assertIn("Nothing found", paicli.CodeTools(index).search_code("qqqq"))
+        self.assertIn("Agent.first", paicli.CodeTools(index).code_graph("Agent"))
+        for n in range(paicli.MAX_STALE + 1):
+            self.write(f"code/n{n}.py", "def later(): pass\n")
+        self.assertIn(f"{paicli.MAX_STALE + 1} files have changed since /index", index.refresh())
+        self.assertNotIn("later", paicli.CodeTools(index).search_code("later").split("\n")[0])
+
+    def test_people_and_models_read_hits_in_their_own_form(self):
+        hits = [paicli.Hit("a/B.java", "method", "B.run()", 3, 9, "void run() {\n\x1b x\n3\n4\n5\n}", 1.234)]
+        text = paicli.format_for_cli("go", hits)
+        self.assertRegex(text, r"(?s)1 results for: go\n1. method B.run\(\) +a/B.java:3 +1.23\n     void run\(\) \{.*\n     4$")
+        self.assertEqual("🔍 0 results for: go", paicli.format_for_cli("go", []))
+        self.assertRegex(paicli.format_for_tool("run it", hits), r"(?s)^Most relevant: B.run\(\), a/B.java:3\n.*counted: run\n\na/B.java:3-9 method B.run\(\)\nvoid run\(\) \{.*\n\}$")
+
+    def test_what_it_needs_is_said(self):
+        self.write("rag/codebase.db", "this is no database " * 100)
+        self.raises(paicli.ConfigError, "codebase.db can't be used", self.index().search, "x")
+
 
 class TestCommands(Case):
     """Section 22.  One star of three."""
