@@ -3074,18 +3074,19 @@ class Undo:
 # To find methods in Java you need no grammar, but you must never take a brace in a string for one
 # in the code.  So first everything that is not code becomes blanks; offsets and lines stay:
 #
-#     String s = "}"; // or }     java_blank     String s =    ;
-#     @A({1}) int f() { ... }     bare_code      #       int f() { ... }
+#     String s = "}"; // or }   --java_blank-->   String s =    ;
+#     @A({1}) int f() { ... }   --bare_code--->   #       int f() { ... }
 #
-# Then brace_map pairs the braces, so a body is jumped over in one step, and only what stands
-# between bodies becomes tokens: an object for each would cost more than all the rest.
+# Then brace_map pairs the braces, so a body is jumped over in one step.  Only a declaration's
+# head, what stands before its body, is cut into tokens: to cut all would cost more than the rest.
 # Trap: \u007b is a brace too, a lone \r ends a line, and a pattern that fails after a long run
 # and is tried again from each character of it takes quadratic time.
 # Simplified: no syntax tree, just the few facts that a search needs.
 # Tests: TestJavaLexer (exercise, 2 of 3 stars).
 
 JAVA_WORD = r"[A-Za-z0-9_$\x80-\U0010ffff]+"          # a name, a keyword or a number
-# Each alternative starts with a plain character: three times as fast.  Unclosed: no group is set.
+# Each alternative starts with a plain character: three times as fast.  Its group is what closes
+# it, so a match that sets no group is unclosed.
 JAVA_NOT_CODE = r'''(?x)
     //[^\n\r]*()
   | /\*[^*]*(?:\*(?!/)[^*]*)*(\*/)?
@@ -3102,22 +3103,21 @@ def java_blank(source: str) -> str:
         source = "\n".join([_decode_escapes(line) if "\\u" in line else line
                             for line in source.split("\n")])
     return re.sub(JAVA_NOT_CODE, lambda match: _blanks(match[0]) if match.lastindex else
-                  match[0][:2] + _blanks(match[0][2:]), source)    # unclosed: it shows where
+                  match[0][:2] + _blanks(match[0][2:]), source)    # java_outline looks for these
 
 
 def _blanks(text):
-    return " " * len(text) if "\n" not in text else "\n".join(
-        [" " * len(line) for line in text.split("\n")])
+    return "\n".join([" " * len(line) for line in text.split("\n")])
 
 
 def _decode_escapes(line):
-    """Replace \\u007b by { and so on; blanks at the end keep the length."""
+    """Replace \\u007b by { and so on, but no lines are added; blanks at the end keep the length."""
     return re.sub(r"\\(?:\\|u+([0-9a-fA-F]{4}))", lambda match: match[0] if not match[1] else
                   chr(int(match[1], 16)).replace("\n", "\r"), line).ljust(len(line))
 
 
 def java_tokens(text: str) -> list[str]:
-    """Return the tokens of a declaration's head: 'int[] f(A.B... x' -> int [ ] f ( A . B ... x"""
+    """Return the tokens of a head: 'int[] f(A.B... x' -> int [ ] f ( A . B ... x"""
     return re.findall(JAVA_WORD + r"|\.\.\.|\S", text)
 
 
@@ -3129,9 +3129,7 @@ def brace_map(blanked: str) -> dict[int, int]:
             opened.append(brace.start())
         elif opened:
             pairs[opened.pop()] = brace.start()
-    if opened:
-        return _braces_by_indentation(blanked)
-    return pairs
+    return _braces_by_indentation(blanked) if opened else pairs
 
 
 def _braces_by_indentation(blanked):
