@@ -3185,6 +3185,7 @@ def _closing(text, position):
 # instanceof, and enum constants and abstract generic methods inside of a method, count as calls.
 # Tests: TestJavaOutline (exercise, 3 of 3 stars).
 
+# What may stand before the name of a constructor; a # is an annotation, as bare_code leaves it.
 JAVA_MODIFIERS = frozenset("""# public protected private static abstract final native
     synchronized strictfp default""".split())
 JAVA_NO_CALL = frozenset("""if for while switch catch try synchronized return throw assert else do
@@ -3196,8 +3197,8 @@ JAVA_HEAD = r"\s*([^(){};=]*)(?:\(([^(){};]*)\)([^(){};=]*))?([(){};=]|\Z)"
 # A lookbehind does the work of a leading \b: plain letters are searched for faster.
 JAVA_IMPORT = r"import(?<=\bimport)\s+(?!module\s+\w)(static\s)?([^;{}*]{,500}?)(\.\s*\*\s*)?;"
 JAVA_CASE = r"case(?<=\bcase)\s[^:;{}]*?(?:->|:|\bwhen\b|[;{}]|\Z)"     # case A(B(var x)) ->
-# For text read backwards, again to start with a plain character: the name of a call, the path
-# before it, and the word or the sign before that.
+# For text read backwards (wen is new), again to start with a plain character: the name of a call,
+# the path before it, and the word or the sign before that.
 JAVA_CALL = (rf"\(\s*({JAVA_WORD})((?:\s*\.\s*{JAVA_WORD})*)"
              rf"(?=\s*(?:({JAVA_WORD})|(\.>|>[^(){{}};=]*<\s*wen\b|>-?|\S))?)")
 
@@ -3255,7 +3256,7 @@ class _JavaReader:
         self.text, self.braces, self.calls = text, brace_map(text), _calls(text)
         self.line_ends = list(itertools.accumulate([len(line) + 1 for line in text.split("\n")]))
         self.types, self.methods, self.error = [], [], ""
-        self.entered = [("", False, "")]               # (name, is it a record, its components)
+        self.entered = [("", False, "")]               # types: (name, is_record, its components)
 
     def read(self):
         match_head, position = re.compile(JAVA_HEAD).match, 0
@@ -3333,6 +3334,7 @@ class _JavaReader:
 
 
 def _without_arguments(tokens):
+    """A<B<C>>.D -> A . D"""
     depth, kept = 0, []
     for token in tokens:
         depth += token == "<"
@@ -3369,7 +3371,7 @@ def _parameter_type(tokens):
 
 
 def _calls(text):
-    """Return [(offset, name)] of the calls in a file."""
+    """Return [(offset behind the name, name)] of the calls in a file, in order."""
     text = re.sub(JAVA_CASE, lambda match: _blanks(match[0]), text)
     calls, classes = [], set(re.findall(rf"class\s+({JAVA_WORD})", text))
     match_body = re.compile(r"[^(){};]*\)\s*(?:\{|throws\b)").match
