@@ -3438,23 +3438,27 @@ class Relation(NamedTuple):
 
 # ---- which files
 
-def ignore_rule(line: str, folder: str = "") -> tuple[str, bool]:
-    """Return (regex for whole paths, whether it excludes them) of a line in folder's .gitignore.
+def ignore_rule(line: str, folder: str = "") -> tuple[re.Pattern, bool]:
+    """Return (pattern of whole paths, whether it excludes them) of a line in folder's .gitignore.
 
-    "*.log" -> (r"(?:.*/)?[^/]*\\.log/?", True).  Paths of folders end in /; so may `folder`.
+    "*.log" -> (re.compile(r"(?:.*/)?[^/]*\\.log/?"), True).  A folder's path is "" or ends in /.
     Source: https://git-scm.com/docs/gitignore
     """
     def meaning(match):
         glob = match[0]
         if glob[0] == "[" and glob[1:]:
-            return glob.replace("[!", "[^")
+            return re.sub(r"(?<=.)\[", r"\[", glob).replace("[!", "[^")
         return {"**/": "(?:.*/)?", "/**": "/.+", "*": "[^/]*", "?": "[^/]"}.get(
             glob, re.escape(glob[-1]))
     path = line.lstrip("!").rstrip("/")
     anywhere = "" if "/" in path else "(?:.*/)?"
     regex = re.sub(r"\*\*/|/\*\*$|\[[^]]+\]|\\?.", meaning, path.lstrip("/"))
     end = "/" if line.endswith("/") else "/?"
-    return re.escape(folder) + anywhere + regex + end, not line.startswith("!")
+    try:
+        pattern = re.compile(re.escape(folder) + anywhere + regex + end)
+    except re.error:                                      # [z-a] is nothing
+        pattern = re.compile("(?!)")
+    return pattern, not line.startswith("!")
 
 
 def source_files(root: str) -> Iterator[tuple[str, os.stat_result]]:
@@ -3465,7 +3469,7 @@ def source_files(root: str) -> Iterator[tuple[str, os.stat_result]]:
         lines = read_text(os.path.join(root, folder, ".gitignore")).split("\n")
         mine = [ignore_rule(line.strip(), folder) for line in lines
                 if line.strip() and not line.startswith("#")]
-        rules = (*((re.compile(regex), excludes) for regex, excludes in reversed(mine)), *rules)
+        rules = (*reversed(mine), *rules)                 # the last that matches counts
         with contextlib.suppress(OSError):                # a folder that is not ours to read
             for entry in sorted(os.scandir(os.path.join(root, folder)), key=lambda e: e.name):
                 is_folder = entry.is_dir(follow_symlinks=False)
@@ -3484,28 +3488,20 @@ def _is_worth_a_look(folder):
                 or name in OUTPUT_FOLDERS and "src" not in above)
 
 
-# ---- what is in a file: parts [(kind, name, first line, last line)], relations, error
+# ---- what is in a file: ([(kind, name, first line, last line, {relation: others})], error)
 
-def _java_parts(path, text):
-    outline, relations = java_outline(text), []
-    parts = [("class", t.name, t.start_line, t.end_line) for t in outline.types]
-    for t in outline.types:
-        relations += [Relation(t.name, "extends", other) for other in t.extends]
-        relations += [Relation(t.name, "implements", other) for other in t.implements]
-        if "." in t.name:
-            relations.append(Relation(t.name.rpartition(".")[0], "contains", t.name))
-    for i in outline.imports if outline.types else ():
-        if not i.name.startswith(("java.", "javax.")):
-            relations.append(Relation(outline.types[0].name, "imports", i.name))
-    for m in outline.methods:
-        name = f"{m.type}.{m.name}"
-        parts.append(("method", f"{name}({', '.join(m.params)})", m.start_line, m.end_line))
-        relations.append(Relation(m.type, "contains", name))
-        relations += [Relation(name, "calls", other) for other in dict.fromkeys(m.calls)]
-    return parts, relations, outline.error
+def _java_parts(text):
+    outline = java_outline(text)
+    imports = [i.name for i in outline.imports if not i.name.startswith(("java.", "javax."))]
+    parts = [("class", t.name, t.start_line, t.end_line,
+              {"extends": t.extends, "implements": t.implements, "imports": imports * (not n)})
+             for n, t in enumerate(outline.types)]        # the first type stands for the file
+    parts += [("method", f"{m.type}.{m.name}({', '.join(m.params)})".lstrip("."), m.start_line,
+               m.end_line, {"calls": m.calls}) for m in outline.methods]
+    return parts, outline.error
 
 
-def _python_parts(path, text):
+def _python_parts(text):
     import ast
     import warnings
     try:
@@ -3513,22 +3509,19 @@ def _python_parts(path, text):
             warnings.simplefilter("ignore")               # about escapes like "\d", on stderr
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        return [], [], f"line {getattr(e, 'lineno', 1)}: {getattr(e, 'msg', e)}"
-    parts, relations = [], []
+        return [], f"line {getattr(e, 'lineno', 1)}: {getattr(e, 'msg', e)}"
+    parts = []
     for name, node in _definitions(tree.body):
         first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-        if "." in name:
-            relations.append(Relation(name.rpartition(".")[0], "contains", name))
         if isinstance(node, ast.ClassDef):
-            parts.append(("class", name, first, node.end_lineno))
-            relations += [Relation(name, "extends", ast.unparse(base)) for base in node.bases]
+            kind, related = "class", {"extends": map(ast.unparse, node.bases)}
         else:
-            names = ", ".join(a.arg for a in node.args.args)
-            parts.append(("method", f"{name}({names})", first, node.end_lineno))
             called = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
             names = [getattr(f, "attr", getattr(f, "id", "")) for f in called]
-            relations += [Relation(name, "calls", other) for other in filter(None, names)]
-    return parts, relations, ""
+            kind, related = "method", {"calls": filter(None, names)}
+            name += f"({', '.join(a.arg for a in node.args.args)})"
+        parts.append((kind, name, first, node.end_lineno, related))
+    return parts, ""
 
 
 def _definitions(body, owner=""):
@@ -3549,9 +3542,14 @@ def read_source(path: str, text: str) -> tuple[list[Chunk], list[Relation], str]
     """Return a file's chunks, its relations, and "" or where it could not be understood."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     parse = {".java": _java_parts, ".py": _python_parts}.get(os.path.splitext(path)[1])
-    parts, relations, error = parse(path, text) if parse else ([], [], "")
-    lines, chunks = text.split("\n"), []
-    for kind, name, first, last in parts:
+    parts, error = parse(text) if parse else ([], "")
+    lines, chunks, relations = text.split("\n"), [], []
+    for kind, name, first, last, related in parts:
+        bare_name = name.partition("(")[0]
+        owner = bare_name.rpartition(".")[0]
+        relations += [Relation(owner, "contains", bare_name)] * bool(owner)
+        relations += [Relation(bare_name, relation, other) for relation, others in related.items()
+                      for other in dict.fromkeys(others)]
         if kind == "class":
             last = min(last, first + 5)
         else:
@@ -3559,12 +3557,12 @@ def read_source(path: str, text: str) -> tuple[list[Chunk], list[Relation], str]
         chunks.append(Chunk(path, kind, name, "\n".join(lines[first - 1:last]), first, last))
     if error or not parts:               # what is in no chunk yet is cut into pieces
         covered = {n for c in chunks for n in range(c.start_line, c.end_line + 1)}
-        left = [n for n in range(1, len(lines) + 1) if n not in covered]
-        for _, run in itertools.groupby(enumerate(left), lambda pair: pair[1] - pair[0]):
-            numbers = [n for _, n in run]
-            text = "\n".join(lines[numbers[0] - 1:numbers[-1]])
-            chunks += [Chunk(path, "file", os.path.basename(path), *piece)
-                       for piece in text_pieces(text, numbers[0])]
+        for is_covered, run in itertools.groupby(range(1, len(lines) + 1), covered.__contains__):
+            first, *more = run
+            if not is_covered:
+                text = "\n".join(lines[first - 1:first + len(more)])
+                chunks += [Chunk(path, "file", os.path.basename(path), *piece)
+                           for piece in text_pieces(text, first)]
     return chunks, relations, error
 
 

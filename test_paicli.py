@@ -2457,6 +2457,10 @@ class TestCodeChunks(Case):
         self.assertEqual([("class", "A", 3, 8), ("method", "A.run(self, q)", 7, 10), ("method", "top()", 13, 14)], self.named(chunks))
         self.assertEqual("    async def top():\n        await other()", chunks[-1].text)
 
+    def test_the_methods_of_a_class_without_a_head_stand_alone(self):
+        chunks, relations, _ = paicli.read_source("A.java", "void main() {\n    f();\n}\n")
+        self.assertEqual(([("class", "", 1, 3), ("method", "main()", 1, 3)], [("main", "calls", "f")]), (self.named(chunks), relations))
+
     def test_names_are_related(self):
         _, relations, error = paicli.read_source("src/Agent.java", self.JAVA)
         self.assertEqual("", error)
@@ -2494,7 +2498,8 @@ class TestCodeChunks(Case):
                 ("*.log", "", ["a.log", "x/y/b.log", "logs.log/"], ["a.log.txt"]), ("/build/", "", ["build/"], ["x/build/", "build"]),
                 ("doc/*.txt", "", ["doc/a.txt"], ["doc/b/a.txt", "x/doc/a.txt"]), ("a/**/b", "", ["a/b", "a/x/y/b"], ["b", "x/a/b"]),
                 ("**/gen", "", ["gen/", "x/gen"], ["xgen"]), ("out/**", "", ["out/a", "out/x/y"], ["out/"]), ("[!a]?.c", "", ["bc.c"], ["ac.c", "b.c"]),
-                ("*.o", "lib/", ["lib/a.o", "lib/x/a.o"], ["a.o"]), (r"\#x", "", ["#x"], ["x"])):
+                ("*.o", "lib/", ["lib/a.o", "lib/x/a.o"], ["a.o"]), (r"\#x", "", ["#x"], ["x"]),
+                ("[z-a]b", "", [], ["zb", "[z-a]b"]), ("[[x].c", "", ["[.c", "x.c"], ["[[x].c"])):
             regex, excludes = paicli.ignore_rule(line, folder)
             self.assertTrue(excludes)
             for path in matches + passes:
