@@ -3622,12 +3622,12 @@ def embedding_text(chunk: Chunk) -> str:
 
 SYNONYM_WEIGHT, TRANSLATION_WEIGHT = 0.4, 0.5       # the latter of a line's second, third word
 # What is no part of a word becomes a blank: three times as fast as a regular expression.
-_WORD_BYTES = bytes(b if b > 127 or chr(b).isalnum() or b in b"_\0" else 32 for b in range(256))
+_WORD_BYTES = bytes(b if b > 127 or chr(b).isalnum() or b in b"_" else 32 for b in range(256))
 _SUBWORD = r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+|[^\W\d_A-Za-z]+"
 _ENDING = (r"(?<=[a-z]{2})(?:([bdgmnprt])\1|(?<=[a-z]{3}))"         # mapping -> map
            r"(?:ings?|ions?|ed|ies|ied|es|e|y|(?<![su])s)$")         # queries, query -> quer
 STOP_WORDS = set("the an of in at are was were be been it its than how which what when".split())
-# Of these names are made too, like isEmpty and forEach, so only questions lose them.
+# Names are made of these too, like isEmpty and forEach, so only questions lose them.
 QUESTION_WORDS = set(
     "where who why is does do did has have had can could will would should for from to as by with "
     "if on and or not that this then there these so such any all some other only into "
@@ -3719,26 +3719,19 @@ physical real: 物理 fizič fizycz; several multiple many: 多 više kilka wiel
 
 def terms(text: str) -> list[str]:
     """Return the terms of code or prose: "parseHttpHeaders" -> ["pars", "http", "header"]."""
-    return _joined_terms(text).split()
-
-
-def _joined_terms(text):
-    """In one string, with each \\0 between blanks that the text has."""
     words = text.encode("utf-8", "replace").translate(_WORD_BYTES).decode("utf-8").split()
-    return " ".join(map(_word_terms, words))
+    return " ".join(map(_word_terms, words)).split()
 
 
 @functools.lru_cache(maxsize=300_000)                     # code says its words again and again
 def _word_terms(word):
-    if word == "\0":
-        return word
     parts = [part.lower() for part in re.findall(_SUBWORD, word)]
     return " ".join([re.sub(_ENDING, r"\1", part) for part in parts
                      if len(part) > 1 and part not in STOP_WORDS])
 
 
 def _plain(text):
-    """In small Latin letters without accents: "Ključ" and "Кључ" -> "kljuc"."""
+    """Return it in small Latin letters without accents: "Ključ" and "Кључ" -> "kljuc"."""
     letters = {pair[0]: pair[1:] for pair in (_CYRILLIC + " џdz ђdj đdj łl").split()}
     text = unicodedata.normalize("NFD", "".join([letters.get(c, c) for c in text.lower()]))
     return "".join([c for c in text if not unicodedata.combining(c)])
@@ -4019,12 +4012,11 @@ def fields(chunk: Chunk) -> list[str]:
     parts = re.split(_PROSE, chunk.text)
     signature, body = "", " ".join(parts[::2])
     if chunk.kind != "file":
-        signature, body = re.split(r"[{;]|:\n|\Z", body, 1)
+        signature, body = re.split(r"[{;]|:\n|\Z", body, maxsplit=1)
     path = os.path.splitext(chunk.path)[0].rpartition("/java/")[2]
-    texts = (name, owner, path, signature, " ".join(parts[1::2]), body)
-    *short, prose, body = _joined_terms(" \0 ".join(texts)).split("\0")
+    short = [" ".join(terms(text)) for text in (name, owner, path, signature)]
     # Each term once: a method that says "name" twenty times is not twenty times about names.
-    return [*short, *(" ".join(dict.fromkeys(long.split())) for long in (prose, body))]
+    return short + [" ".join(dict.fromkeys(terms(text))) for text in (" ".join(parts[1::2]), body)]
 
 
 def word_candidates(run: Callable, table: str, wanted: list[dict], ids: Iterable[int]
