@@ -2623,18 +2623,23 @@ CREATE INDEX IF NOT EXISTS messages_of_session ON messages(session_id, id);
 
 
 class Store:
-    """paicli.db.  Several processes share it, so each transaction is short and waits its turn."""
+    """A database.  Several processes share it, so each transaction is short and waits its turn."""
 
     def __init__(self, path: str, schema: str = SCHEMA):
+        """Raises ConfigError if it can't be used."""
         import sqlite3
-        if path != ":memory:":
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-        self._lock = threading.RLock()
-        self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
-        with contextlib.suppress(sqlite3.OperationalError):         # not on a network drive
-            self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        self._db.executescript(schema)
+        self._lock, self._path = threading.RLock(), path
+        try:
+            if path != ":memory:":
+                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+            self._db = sqlite3.connect(path, 30, isolation_level=None, check_same_thread=False)
+            with contextlib.suppress(sqlite3.OperationalError):     # not on a network drive
+                self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.executescript(schema)
+        except (OSError, sqlite3.Error) as e:
+            raise ConfigError(f"{path} can't be used: {e}") from None
 
     def run(self, sql: str, *values) -> list[tuple]:
         """Run one statement, a transaction of its own; return its rows.  Raises PaiError."""
@@ -2651,7 +2656,7 @@ class Store:
                     self._db.execute("BEGIN IMMEDIATE")
                     yield lambda sql, *values: self._db.execute(sql, values)
             except sqlite3.Error as e:                    # the disk is full, say
-                raise PaiError(f"the conversation can't be stored: {e}") from e
+                raise PaiError(f"{self._path} can't be used: {e}") from e
 
     def insert(self, table: str, rows: list[tuple]) -> None:
         """Insert rows; to be used within a transaction."""
@@ -2667,12 +2672,10 @@ class Store:
 
 def open_store(folder: str) -> tuple[Store, str]:
     """Return the store in PAICLI_HOME, and "" or why it is one that ends with the process."""
-    import sqlite3
     try:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
         return Store(os.path.join(folder, "paicli.db")), ""
-    except (OSError, sqlite3.Error) as e:
-        return Store(":memory:"), f"{folder}/paicli.db can't be used ({e}): nothing is remembered"
+    except ConfigError as e:
+        return Store(":memory:"), f"{e}: nothing is remembered"
 
 
 # ---- the conversation
@@ -4151,12 +4154,7 @@ class CodeIndex:
         return self._opened
 
     def _open(self):
-        import sqlite3
-        try:
-            os.makedirs(os.path.dirname(os.path.abspath(self._db_path)), 0o700, exist_ok=True)
-            store = Store(self._db_path, CODE_SCHEMA)
-        except (OSError, sqlite3.Error) as e:
-            raise ConfigError(f"{self._db_path} can't be used: {e}") from None
+        store = Store(self._db_path, CODE_SCHEMA)
         if not store.run("SELECT sqlite_compileoption_used('ENABLE_FTS5')")[0][0]:
             raise ConfigError("code search needs an SQLite with FTS5, and this Python has none: "
                               "use another one, from python.org, say")

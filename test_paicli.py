@@ -2074,7 +2074,7 @@ class TestMemory(Case):
         for folder in ("full", "file"):
             store, notice = paicli.open_store(self.path(folder))
             self.stack.callback(store.close)
-            self.assertRegex(notice, f"{folder}.paicli.db can't be used .*: nothing is remembered")
+            self.assertRegex(notice, f"{folder}.paicli.db can't be used: .*: nothing is remembered")
             paicli.Memory(store, self.folder).add({"role": "user", "content": "x"})
         self.assertEqual(b"this", self.bytes_of("full/paicli.db")[:4])
         store, notice = paicli.open_store(self.path("new/home"))
@@ -2086,7 +2086,7 @@ class TestMemory(Case):
             with self.store.transaction() as run:
                 run("INSERT INTO facts(kind, text, created_at) VALUES ('fact', 'x', '')")
                 run("INSERT INTO nowhere VALUES (1)")
-        self.raises(paicli.PaiError, "can't be stored: no such table", half)
+        self.raises(paicli.PaiError, r"paicli.db can't be used: no such table", half)
         self.assertEqual([], self.store.run("SELECT * FROM facts"))
         self.store.run("INSERT INTO facts(kind, text, created_at) VALUES ('fact', 'x', '')")
         self.assertEqual(1, len(self.store.run("SELECT * FROM facts")))
