@@ -4103,37 +4103,20 @@ class IndexStats(NamedTuple):
     changed: int                         # of them new or changed, so to be read
     done: int                            # of these
     gone: int                            # no longer there, so forgotten
-    chunks: int                          # of what was read; at the end, in all
-    relations: int
-    seconds: float
+    chunks: int = 0                      # of what was read; at the end, in all
+    relations: int = 0                   # at the end
+    seconds: float = 0.0
     warnings: tuple = ()                 # "path: what" of files that can't be read or understood
 
 
 class _Read(NamedTuple):
-    """A file as it was read; chunks is None for one that did not change."""
+    """A file as it was read."""
     path: str
     stat: os.stat_result
-    digest: str = ""
-    is_known: bool = False               # an older version is in the index
-    chunks: list | None = ()
-    relations: list = ()
-    error: str = ""
-
-
-def _read_file(root, path, stat_, known, mask):
-    """-> _Read; known is what the index has of the file, [size, mtime, hash], or None."""
-    read = _Read(path, stat_, is_known=bool(known))
-    try:
-        if stat_.st_size > MAX_SOURCE_BYTES:
-            raise ToolError(f"it has over {MAX_SOURCE_BYTES >> 20} MB")
-        data = _bytes_of(os.path.join(root, path))
-        read = read._replace(digest=_digest(data))
-        if known and known[2] == read.digest:
-            return read._replace(chunks=None)
-        chunks, relations, error = read_source(path, mask(decode_file(data).text))
-        return read._replace(chunks=chunks, relations=relations, error=error)
-    except (OSError, ToolError) as e:
-        return read._replace(error=f"left out: {getattr(e, 'strerror', e)}")
+    digest: str
+    chunks: list[Chunk] | None           # None: touched, but not changed
+    relations: list[Relation]
+    error: str
 
 
 class CodeIndex:
@@ -4141,14 +4124,14 @@ class CodeIndex:
 
     def __init__(self, db_path: str, root: str, embedder=None,
                  mask: Callable[[str], str] = lambda text: text):
-        self.home = self.root = os.path.realpath(root)    # root: which folder is searched
-        self._db_path, self.embedder, self._mask = os.fspath(db_path), embedder, mask
+        self._cwd = self.root = os.path.realpath(root)    # root: which folder is searched
+        self._db_path, self.embedder, self._mask = db_path, embedder, mask
         self._lock, self._opened = threading.Lock(), None               # a Store, later
         self._sketches = (0, None)       # (indexed_at, SketchIndex)
         self.trouble = ""                # why the last search was by words alone
 
     def _store(self):
-        """The database, opened at the first use.  Raises ConfigError if it can't be."""
+        """-> the database, opened at the first use.  Raises ConfigError if it can't be."""
         with self._lock:
             self._opened = self._opened or self._open()
         return self._opened
@@ -4160,7 +4143,7 @@ class CodeIndex:
                               "use another one, from python.org, say")
         # The search follows the folder that was indexed last from here, or that this one is in.
         last = store.run("SELECT project_path FROM meta WHERE indexed_from = ?1 OR ?1 || '/' LIKE "
-                         "project_path || '/%' ORDER BY indexed_at DESC LIMIT 1", self.home)
+                         "project_path || '/%' ORDER BY indexed_at DESC LIMIT 1", self._cwd)
         self.root = last[0][0] if last else self.root
         return store
 
@@ -4188,35 +4171,34 @@ class CodeIndex:
 
         Raises Cancelled or PaiError; what was stored until then can be searched.
         """
-        cancel, began, n_chunks, job = cancel or Cancel(), time.monotonic(), 0, None
+        cancel, began = cancel or Cancel(), time.monotonic()
         id_, warnings = self._begin(cancel)
         known, found, changed, gone = self._changes()
-        with self._store().transaction() as run:
-            for path in gone:
-                self._forget(run, id_, path)
+        stats = IndexStats(len(found), len(changed), 0, len(gone), warnings=warnings)
         size = EMBED_FILES if self.embedder else BATCH_FILES
+        job = Job("index", self._keep, id_, [], gone, cancel)
         for at in range(0, len(changed), size):
             cancel.check()
-            files = [_read_file(self.root, path, found[path], known.get(path), self._mask)
+            files = [self._read(path, found[path], known.get(path, [""])[-1])
                      for path in changed[at:at + size]]
-            if job:
-                job.wait(cancel)         # one batch is embedded and stored while the next is read
-            job = Job("index", self._keep, id_, files, cancel)
-            n_chunks += sum(len(f.chunks or ()) for f in files)
-            warnings += [f"{f.path}: {f.error}" for f in files if f.error]
-            on_progress(IndexStats(len(found), len(changed), at + len(files), len(gone), n_chunks,
-                                   0, time.monotonic() - began, tuple(warnings)))
-        if job:
-            job.wait(cancel)
-        count = "SELECT count(*) FROM {} WHERE project_id = ?".format
-        (n_chunks,), = self._store().run(count("code_chunks"), id_)
-        (n_relations,), = self._store().run(count("code_relations"), id_)
-        return IndexStats(len(found), len(changed), len(changed), len(gone), n_chunks,
-                          n_relations, time.monotonic() - began, tuple(warnings))
+            job.wait(cancel)             # one batch is embedded and stored while the next is read
+            outdated = [f.path for f in files if f.path in known and f.chunks is not None]
+            job = Job("index", self._keep, id_, files, outdated, cancel)
+            stats = stats._replace(
+                done=at + len(files), chunks=stats.chunks + sum(len(f.chunks or ()) for f in files),
+                seconds=time.monotonic() - began,
+                warnings=stats.warnings + tuple(f"{f.path}: {f.error}" for f in files if f.error))
+            on_progress(stats)
+        job.wait(cancel)
+        (n_chunks, n_relations), = self._store().run(
+            "SELECT (SELECT count(*) FROM code_chunks WHERE project_id = ?1), "
+            "(SELECT count(*) FROM code_relations WHERE project_id = ?1)", id_)
+        return stats._replace(
+            chunks=n_chunks, relations=n_relations, seconds=time.monotonic() - began)
 
     def _changes(self):
-        """-> ({path: [size, mtime, hash] that are known}, {path: stat of the files there are},
-        which of these are new or changed, which of the known are gone)"""
+        """Compare folder and index -> (known: {path: [size, mtime, hash]}, found: {path: stat},
+        changed: the paths of new and changed files, gone: those of the known that are no more)"""
         known = {path: kept for path, *kept in self._store().run(
             "SELECT file_path, size, mtime_ns, hash FROM files WHERE project_id = ?",
             self._meta()[0])}
@@ -4227,18 +4209,17 @@ class CodeIndex:
 
     def _begin(self, cancel):
         """-> (the folder's id, notices).  Vectors of another model are no use: all begins anew."""
-        label, dimension, notices = "", 0, []
+        label, dimension, notices = "", 0, ()
         if self.embedder:
             label, dimension = self.embedder.label, len(self.embedder.embed(["x"], cancel)[0])
         id_, _, *before = self._meta()
         if id_ and before != [label, dimension]:
-            notices = [f"made anew: its vectors were {before}, now they are {[label, dimension]}"]
+            notices = (f"made anew for the vectors of {label}" if label else "made anew for words",)
             self.clear()
         with self._store().transaction() as run:
             run("INSERT OR IGNORE INTO meta(project_path, embedder, dimension) VALUES (?, ?, ?)",
                 self.root, label, dimension)
-            run("UPDATE meta SET indexed_from = ?, indexed_at = ? WHERE project_path = ?",
-                self.home, time.time(), self.root)
+            run("UPDATE meta SET indexed_from = ? WHERE project_path = ?", self._cwd, self.root)
         id_ = self._meta()[0]
         self._store().run(f"CREATE VIRTUAL TABLE IF NOT EXISTS terms_{id_} USING fts5({FIELDS})")
         return id_, notices
@@ -4252,22 +4233,38 @@ class CodeIndex:
                 run(f"DELETE FROM {table} WHERE project_id = ?", id_)
             run("DELETE FROM meta WHERE id = ?", id_)
 
-    def _keep(self, id_, files, cancel):
-        """Embed and store what was read."""
+    def _read(self, path, stat_, known_digest):
+        """-> _Read; a file whose digest is known is not cut again."""
+        digest, chunks, relations, error = "", [], [], ""
+        try:
+            if stat_.st_size > MAX_SOURCE_BYTES:
+                raise ToolError(f"it has over {MAX_SOURCE_BYTES >> 20} MB")
+            data = _bytes_of(os.path.join(self.root, path))
+            digest = _digest(data)
+            if digest == known_digest:
+                chunks = None
+            else:
+                chunks, relations, error = read_source(path, self._mask(decode_file(data).text))
+        except (OSError, ToolError) as e:
+            error = f"left out: {getattr(e, 'strerror', e)}"
+        return _Read(path, stat_, digest, chunks, relations, error)
+
+    def _keep(self, id_, files, outdated, cancel):
+        """Forget the paths that are outdated; embed and store what was read."""
         chunks = [c for f in files for c in f.chunks or ()]
         vectors = [None] * len(chunks)
         if self.embedder:
             vectors = self.embedder.embed([embedding_text(c) for c in chunks], cancel)
         store = self._store()
         with store.transaction() as run:
+            for path in outdated:
+                self._forget(run, id_, path)
             n, = run("SELECT coalesce(max(id), 0) + 1 FROM code_chunks").fetchone()
             for f in files:
-                if f.chunks is None:     # touched, but not changed
+                if f.chunks is None:
                     run("UPDATE files SET size = ?, mtime_ns = ? WHERE project_id = ? AND "
                         "file_path = ?", f.stat.st_size, f.stat.st_mtime_ns, id_, f.path)
                     continue
-                if f.is_known:
-                    self._forget(run, id_, f.path)
                 mine, vectors = vectors[:len(f.chunks)], vectors[len(f.chunks):]
                 sketches = b"".join(map(sketch, filter(None, mine)))
                 store.insert("files", [(id_, f.path, f.digest, f.stat.st_size, f.stat.st_mtime_ns,
@@ -4302,13 +4299,12 @@ class CodeIndex:
         rows = word_candidates(self._store().run, f"terms_{id_}", wanted, cosines)
         hits, n_of = [], collections.Counter()
         for score, chunk_id in rank(wanted, rows, cosines):
-            (path, *chunk), = self._store().run(
-                "SELECT file_path, chunk_type, name, start_line, end_line, content "
-                "FROM code_chunks WHERE id = ?", chunk_id)
-            n_of[path] += 1
-            if n_of[path] <= 2:
-                hits.append(Hit(path, *chunk, score))
-            if len(hits) == top_k:
+            for row in self._store().run(                 # none if it was replaced just now
+                    "SELECT file_path, chunk_type, name, start_line, end_line, content "
+                    "FROM code_chunks WHERE id = ?", chunk_id):
+                n_of[row[0]] += 1
+                hits += [Hit(*row, score)] * (n_of[row[0]] <= 2)
+            if len(hits) >= top_k:
                 break
         return hits
 
