@@ -4142,9 +4142,10 @@ class CodeIndex:
             raise ConfigError("code search needs an SQLite with FTS5, and this Python has none: "
                               "use another one, from python.org, say")
         # The search follows the folder that was indexed last from here, or that this one is in.
-        last = store.run("SELECT project_path FROM meta WHERE indexed_from = ?1 OR ?1 || '/' LIKE "
-                         "project_path || '/%' ORDER BY indexed_at DESC LIMIT 1", self._cwd)
-        self.root = last[0][0] if last else self.root
+        for path, indexed_from in store.run("SELECT project_path, indexed_from FROM meta "
+                                            "ORDER BY indexed_at"):
+            if indexed_from == self._cwd or _is_in(self._cwd, path):
+                self.root = path
         return store
 
     def close(self) -> None:
@@ -4310,14 +4311,14 @@ class CodeIndex:
 
     def _cosines(self, query, cancel):
         """-> {id: cosine} of the chunks that look most alike; {} without vectors."""
-        id_, indexed_at, *made_by = self._meta()
+        id_, indexed_at, label, dimension = self._meta()
         self.trouble, vector = "", []
-        if self.embedder and made_by[0] == self.embedder.label:
+        if self.embedder and self.embedder.label == label:
             try:
                 vector = self.embedder.embed([query], cancel)[0]
             except ModelError as e:
                 self.trouble = f"searched by words alone: {e}"
-        if not vector or len(vector) != made_by[1]:
+        if not vector or len(vector) != dimension:
             return {}
         if self._sketches[0] != indexed_at:
             segments = self._store().run("SELECT first_chunk, sketches FROM files WHERE "
@@ -4339,14 +4340,13 @@ class CodeIndex:
         if len(known) > 1 and name not in known:
             raise ToolError(f"there are several: {clip(', '.join(known), 2000)}")
         name = name if name in known or not known else known[0]
-        rows = self._store().run(
+        found = [Relation(*row) for row in self._store().run(
             "SELECT DISTINCT from_name, kind, to_name FROM code_relations WHERE project_id = ?1 "
-            "AND (from_name = ?2 OR from_name LIKE ?2 || '.%' OR to_name IN (?2, ?3) AND "
-            "kind <> 'contains') ORDER BY from_name <> ?2 AND from_name NOT LIKE ?2 || '.%', "
-            "from_name <> ?2, from_name, kind, to_name", id_, name, last)
-        if not rows:
+            "AND (from_name = ?2 OR from_name GLOB ?2 || '.*' OR to_name IN (?2, ?3) AND "
+            "kind <> 'contains')", id_, name, last)]
+        if not found:
             raise ToolError(f"nothing is known of {name}; /index reads what is new")
-        return [Relation(*row) for row in rows]
+        return sorted(found, key=lambda r: (not f"{r.name}.".startswith(name + "."), r))
 
     def refresh(self, cancel: Cancel | None = None) -> str:
         """Read again what has changed, if that is little; return what the person should know."""
