@@ -2633,7 +2633,8 @@ class Store:
             if path != ":memory:":
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
                 os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-            self._db = sqlite3.connect(path, 30, isolation_level=None, check_same_thread=False)
+            self._db = sqlite3.connect(path, timeout=30, isolation_level=None,
+                                       check_same_thread=False)
             with contextlib.suppress(sqlite3.OperationalError):     # not on a network drive
                 self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
@@ -4337,9 +4338,10 @@ class CodeIndex:
             "SELECT from_name FROM code_relations WHERE project_id = ?1 UNION SELECT to_name FROM "
             "code_relations WHERE project_id = ?1 AND kind = 'contains'", id_)
             if f".{full}".endswith("." + name)]
-        if len(known) > 1 and name not in known:
+        shortest = min(known, key=len, default=name)      # not its constructor, Agent.Part.Part
+        if shortest != name and not all(f"{full}.".startswith(shortest + ".") for full in known):
             raise ToolError(f"there are several: {clip(', '.join(known), 2000)}")
-        name = name if name in known or not known else known[0]
+        name = shortest
         found = [Relation(*row) for row in self._store().run(
             "SELECT DISTINCT from_name, kind, to_name FROM code_relations WHERE project_id = ?1 "
             "AND (from_name = ?2 OR from_name GLOB ?2 || '.*' OR to_name IN (?2, ?3) AND "
@@ -4367,8 +4369,8 @@ def format_for_cli(query: str, hits: list[Hit]) -> str:
     """Return hits as a person reads them."""
     lines = [f"🔍 {len(hits)} results for: {query}"]
     for n, hit in enumerate(hits, 1):
-        lines.append(f"{n}. {hit.kind} {hit.name}   {hit.path}:{hit.start_line}   {hit.score:.2f}")
-        lines += ["     " + line for line in hit.text.split("\n")[:4]]
+        lines += [f"{n}. {hit.kind} {hit.name}", f"   {hit.path}:{hit.start_line}  {hit.score:.2f}",
+                  *("     " + line[:74] for line in hit.text.split("\n")[:4])]
     return "\n".join(lines)
 
 
@@ -4456,6 +4458,9 @@ def run_command(app, line: str) -> str:
     table = commands()
     if name not in table:
         raise ConfigError(f"no command {name}{did_you_mean(name, table) or '; see /help'}")
+    usage = table[name].__doc__.partition("  ")[0]
+    if usage.isalpha() and usage.isupper() and not arguments:         # QUERY must be, [ID] may be
+        raise ConfigError(f"usage: {name} {usage}")
     return table[name](app, arguments.strip())
 
 
@@ -4593,10 +4598,9 @@ def forget_fact(app, arguments: str) -> str:
 def index_folder(app, arguments: str) -> str:
     """[PATH]  Read a folder for /search; the next time, what has changed of it."""
     def on_progress(stats):
-        n_full = 20 * stats.done // stats.changed
-        app.events.put({"type": "wait", "text": "📚 " + "█" * n_full + "░" * (20 - n_full) + (
-            f" {stats.done} of {stats.changed} files, {stats.chunks} chunks, "
-            f"{stats.done / max(stats.seconds, 0.01):.0f} files/s")})
+        bar = ("█" * (10 * stats.done // stats.changed)).ljust(10, "░")
+        app.events.put({"type": "wait", "text": f"📚 {bar} {stats.done} of {stats.changed} files, "
+                        f"{stats.chunks} chunks, {stats.done / max(stats.seconds, 0.01):.0f}/s"})
     root = os.path.join(app.config.cwd, os.path.expanduser(arguments))
     if not os.path.isdir(root):
         raise ConfigError(f"there is no folder {root}")
@@ -4605,7 +4609,7 @@ def index_folder(app, arguments: str) -> str:
     lines = [f"⚠️ {visible(warning)}" for warning in stats.warnings[:20]]
     lines += [f"⚠️ and {len(stats.warnings) - 20} more"] * (len(stats.warnings) > 20)
     return "\n".join(lines + [
-        f"✅ {app.index.root}: {stats.files} files ({stats.changed} read, {stats.gone} gone), "
+        f"✅ {app.index.root}\n   {stats.files} files ({stats.changed} read, {stats.gone} gone), "
         f"{stats.chunks} chunks, {stats.relations} relations, {stats.seconds:.1f} s"])
 
 
