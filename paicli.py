@@ -3785,14 +3785,13 @@ def query_terms(query: str) -> list[dict[str, float]]:
 
 MAX_EMBED_CHARS = 2000                   # of a text
 MAX_IN_FLIGHT = 4                        # requests
-POOL = 150                               # how many rows get past the coarse look
 EMBEDDING_MODELS = {"ollama": "nomic-embed-text", "openai": "text-embedding-3-small",
                     "glm": "embedding-3", "zhipu": "embedding-3"}
 
 
 class OpenAIEmbedder:
     """A server of vectors that speaks OpenAI's protocol, as GLM's does."""
-    name, batch_size, url_end = "", 64, "/*$"
+    name, batch_size, url_end = "", 64, "/*$"             # url_end: what is cut off a base URL
     advice = "check EMBEDDING_BASE_URL, EMBEDDING_MODEL and EMBEDDING_API_KEY"
 
     def __init__(self, model: str, base_url: str, api_key: str = "", http: Http | None = None):
@@ -3900,6 +3899,8 @@ def choose_embedder(config: Config, http: Http) -> OpenAIEmbedder | None:
 # 8 signs, so what it adds is one of 256 shares: a table.  bytes.translate looks up, say, byte 5 of
 # all rows at once, and adding two huge integers adds it to the sums of all rows: no loop in Python.
 # Simplified: enough for some 100,000 rows; beyond, products search a graph of neighbours (HNSW).
+
+POOL = 150                               # how many rows get past the coarse look
 
 
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:
@@ -4042,15 +4043,13 @@ def rank(wanted: list[dict], rows: list[tuple], cosines: dict[int, float]) -> li
     is asked for, and by the part of the question that it has.  A cosine counts double.
     Source: Robertson, Zaragoza: The Probabilistic Relevance Framework, 2009
     """
-    chunks = {id_: _term_weights(columns) for id_, *columns in rows}
-    n_with = collections.Counter(term for weights in chunks.values() for term in weights)
+    weights_of = {id_: _term_weights(columns) for id_, *columns in rows}
+    n_with = collections.Counter(term for weights in weights_of.values() for term in weights)
     rarity = {term: math.log(1 + len(rows) / (n + 0.5)) for term, n in n_with.items()}
     wanted = [{t: weight * rarity[t] for t, weight in words.items() if t in rarity}
               for words in wanted]
-    wanted = [words for words in wanted if words]
     asked = {t: max(words.get(t, 0) for words in wanted) for words in wanted for t in words}
-    sizes = {id_: sum(weights.values()) for id_, weights in chunks.items()}
-    mean_size = sum(sizes.values()) / max(1, len(sizes))
+    mean_size = sum(sum(w.values()) for w in weights_of.values()) / max(1, len(rows)) or 1
 
     def asked_part(name):
         """Of a name's terms, weighed by rarity."""
@@ -4059,7 +4058,7 @@ def rank(wanted: list[dict], rows: list[tuple], cosines: dict[int, float]) -> li
     scores = {}
     for id_, name, owner, *_ in rows:
         names = (1 + asked_part(name.split()) / 2) * (1 + asked_part(owner.split()) / 2)
-        scores[id_] = names * _words_score(wanted, chunks[id_], sizes[id_] / mean_size)
+        scores[id_] = names * _words_score(wanted, weights_of[id_], mean_size)
     best = max(scores.values(), default=0) or 1
     return sorted([(score / best + 2 * cosines.get(id_, 0), id_)
                    for id_, score in scores.items()], reverse=True)
@@ -4074,15 +4073,17 @@ def _term_weights(columns):
     return weights
 
 
-def _words_score(wanted, weights, relative_size):
-    score = found = 0
-    for words in wanted:
-        hits = [value * weights[term] / (weights[term] + 0.6 + 0.9 * relative_size)
+def _words_score(wanted, weights, mean_size):
+    score = found = possible = 0
+    saturation = 0.6 + 0.9 * sum(weights.values()) / mean_size
+    for words in filter(None, wanted):
+        possible += max(words.values())
+        hits = [value * weights[term] / (weights[term] + saturation)
                 for term, value in words.items() if term in weights]
         if hits:                         # a synonym is enough, more of them are no better
             score += max(hits)
             found += max(words.values())
-    return score * (found / (sum(max(words.values()) for words in wanted) or 1)) ** 0.4
+    return score * (found / (possible or 1)) ** 0.4
 
 
 # ---- the index
@@ -4134,19 +4135,17 @@ class CodeIndex:
     def _store(self):
         """-> the database, opened at the first use.  Raises ConfigError if it can't be."""
         with self._lock:
-            self._opened = self._opened or self._open()
-        return self._opened
-
-    def _open(self):
-        store = Store(self._db_path, CODE_SCHEMA)
-        if not store.run("SELECT sqlite_compileoption_used('ENABLE_FTS5')")[0][0]:
-            raise ConfigError("code search needs an SQLite with FTS5, and this Python has none: "
-                              "use another one, from python.org, say")
-        # The search follows the folder that was indexed last from here, or that this one is in.
-        for path, indexed_from in store.run("SELECT project_path, indexed_from FROM meta "
-                                            "ORDER BY indexed_at"):
-            if indexed_from == self._cwd or _is_in(self._cwd, path):
-                self.root = path
+            if self._opened:
+                return self._opened
+            store = Store(self._db_path, CODE_SCHEMA)
+            if not store.run("SELECT sqlite_compileoption_used('ENABLE_FTS5')")[0][0]:
+                raise ConfigError("code search needs an SQLite with FTS5, and this Python has "
+                                  "none: use another one, from python.org, say")
+            # The search follows the folder that was indexed last from here, or that this is in.
+            for path, cwd in store.run("SELECT project_path, indexed_from FROM meta "
+                                       "ORDER BY indexed_at"):
+                self.root = path if cwd == self._cwd or _is_in(self._cwd, path) else self.root
+            self._opened = store
         return store
 
     def close(self) -> None:
@@ -4156,7 +4155,7 @@ class CodeIndex:
 
     def use(self, root: str) -> None:
         """Turn to another folder."""
-        self._store()
+        self._store()                    # would turn to the last one
         self.root = os.path.realpath(root)
 
     def _meta(self):
