@@ -2623,18 +2623,24 @@ CREATE INDEX IF NOT EXISTS messages_of_session ON messages(session_id, id);
 
 
 class Store:
-    """paicli.db.  Several processes share it, so each transaction is short and waits its turn."""
+    """A database.  Several processes share it, so each transaction is short and waits its turn."""
 
     def __init__(self, path: str, schema: str = SCHEMA):
+        """Raises ConfigError if it can't be used."""
         import sqlite3
-        if path != ":memory:":
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-        self._lock = threading.RLock()
-        self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
-        with contextlib.suppress(sqlite3.OperationalError):         # not on a network drive
-            self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        self._db.executescript(schema)
+        self._lock, self._path = threading.RLock(), path
+        try:
+            if path != ":memory:":
+                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+            self._db = sqlite3.connect(path, timeout=30, isolation_level=None,
+                                       check_same_thread=False)
+            with contextlib.suppress(sqlite3.OperationalError):     # not on a network drive
+                self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.executescript(schema)
+        except (OSError, sqlite3.Error) as e:
+            raise ConfigError(f"{path} can't be used: {e}") from None
 
     def run(self, sql: str, *values) -> list[tuple]:
         """Run one statement, a transaction of its own; return its rows.  Raises PaiError."""
@@ -2651,7 +2657,7 @@ class Store:
                     self._db.execute("BEGIN IMMEDIATE")
                     yield lambda sql, *values: self._db.execute(sql, values)
             except sqlite3.Error as e:                    # the disk is full, say
-                raise PaiError(f"the conversation can't be stored: {e}") from e
+                raise PaiError(f"{self._path} can't be used: {e}") from e
 
     def insert(self, table: str, rows: list[tuple]) -> None:
         """Insert rows; to be used within a transaction."""
@@ -2667,12 +2673,10 @@ class Store:
 
 def open_store(folder: str) -> tuple[Store, str]:
     """Return the store in PAICLI_HOME, and "" or why it is one that ends with the process."""
-    import sqlite3
     try:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
         return Store(os.path.join(folder, "paicli.db")), ""
-    except (OSError, sqlite3.Error) as e:
-        return Store(":memory:"), f"{folder}/paicli.db can't be used ({e}): nothing is remembered"
+    except ConfigError as e:
+        return Store(":memory:"), f"{e}: nothing is remembered"
 
 
 # ---- the conversation
@@ -3074,18 +3078,19 @@ class Undo:
 # To find methods in Java you need no grammar, but you must never take a brace in a string for one
 # in the code.  So first everything that is not code becomes blanks; offsets and lines stay:
 #
-#     String s = "}"; // or }     java_blank     String s =    ;
-#     @A({1}) int f() { ... }     bare_code      #       int f() { ... }
+#     String s = "}"; // or }   --java_blank-->   String s =    ;
+#     @A({1}) int f() { ... }   --bare_code--->   #       int f() { ... }
 #
-# Then brace_map pairs the braces, so a body is jumped over in one step, and only what stands
-# between bodies becomes tokens: an object for each would cost more than all the rest.
+# Then brace_map pairs the braces, so a body is jumped over in one step.  Only a declaration's
+# head, what stands before its body, is cut into tokens: to cut all would cost more than the rest.
 # Trap: \u007b is a brace too, a lone \r ends a line, and a pattern that fails after a long run
 # and is tried again from each character of it takes quadratic time.
 # Simplified: no syntax tree, just the few facts that a search needs.
 # Tests: TestJavaLexer (exercise, 2 of 3 stars).
 
 JAVA_WORD = r"[A-Za-z0-9_$\x80-\U0010ffff]+"          # a name, a keyword or a number
-# Each alternative starts with a plain character: three times as fast.  Unclosed: no group is set.
+# Each alternative starts with a plain character: three times as fast.  Its group is what closes
+# it, so a match that sets no group is unclosed.
 JAVA_NOT_CODE = r'''(?x)
     //[^\n\r]*()
   | /\*[^*]*(?:\*(?!/)[^*]*)*(\*/)?
@@ -3102,22 +3107,21 @@ def java_blank(source: str) -> str:
         source = "\n".join([_decode_escapes(line) if "\\u" in line else line
                             for line in source.split("\n")])
     return re.sub(JAVA_NOT_CODE, lambda match: _blanks(match[0]) if match.lastindex else
-                  match[0][:2] + _blanks(match[0][2:]), source)    # unclosed: it shows where
+                  match[0][:2] + _blanks(match[0][2:]), source)    # java_outline looks for these
 
 
 def _blanks(text):
-    return " " * len(text) if "\n" not in text else "\n".join(
-        [" " * len(line) for line in text.split("\n")])
+    return "\n".join([" " * len(line) for line in text.split("\n")])
 
 
 def _decode_escapes(line):
-    """Replace \\u007b by { and so on; blanks at the end keep the length."""
+    """Replace \\u007b by { and so on, but no lines are added; blanks at the end keep the length."""
     return re.sub(r"\\(?:\\|u+([0-9a-fA-F]{4}))", lambda match: match[0] if not match[1] else
                   chr(int(match[1], 16)).replace("\n", "\r"), line).ljust(len(line))
 
 
 def java_tokens(text: str) -> list[str]:
-    """Return the tokens of a declaration's head: 'int[] f(A.B... x' -> int [ ] f ( A . B ... x"""
+    """Return the tokens of a head: 'int[] f(A.B... x' -> int [ ] f ( A . B ... x"""
     return re.findall(JAVA_WORD + r"|\.\.\.|\S", text)
 
 
@@ -3129,9 +3133,7 @@ def brace_map(blanked: str) -> dict[int, int]:
             opened.append(brace.start())
         elif opened:
             pairs[opened.pop()] = brace.start()
-    if opened:
-        return _braces_by_indentation(blanked)
-    return pairs
+    return _braces_by_indentation(blanked) if opened else pairs
 
 
 def _braces_by_indentation(blanked):
@@ -3187,6 +3189,7 @@ def _closing(text, position):
 # instanceof, and enum constants and abstract generic methods inside of a method, count as calls.
 # Tests: TestJavaOutline (exercise, 3 of 3 stars).
 
+# What may stand before the name of a constructor; a # is an annotation, as bare_code leaves it.
 JAVA_MODIFIERS = frozenset("""# public protected private static abstract final native
     synchronized strictfp default""".split())
 JAVA_NO_CALL = frozenset("""if for while switch catch try synchronized return throw assert else do
@@ -3198,8 +3201,8 @@ JAVA_HEAD = r"\s*([^(){};=]*)(?:\(([^(){};]*)\)([^(){};=]*))?([(){};=]|\Z)"
 # A lookbehind does the work of a leading \b: plain letters are searched for faster.
 JAVA_IMPORT = r"import(?<=\bimport)\s+(?!module\s+\w)(static\s)?([^;{}*]{,500}?)(\.\s*\*\s*)?;"
 JAVA_CASE = r"case(?<=\bcase)\s[^:;{}]*?(?:->|:|\bwhen\b|[;{}]|\Z)"     # case A(B(var x)) ->
-# For text read backwards, again to start with a plain character: the name of a call, the path
-# before it, and the word or the sign before that.
+# For text read backwards (wen is new), again to start with a plain character: the name of a call,
+# the path before it, and the word or the sign before that.
 JAVA_CALL = (rf"\(\s*({JAVA_WORD})((?:\s*\.\s*{JAVA_WORD})*)"
              rf"(?=\s*(?:({JAVA_WORD})|(\.>|>[^(){{}};=]*<\s*wen\b|>-?|\S))?)")
 
@@ -3257,7 +3260,7 @@ class _JavaReader:
         self.text, self.braces, self.calls = text, brace_map(text), _calls(text)
         self.line_ends = list(itertools.accumulate([len(line) + 1 for line in text.split("\n")]))
         self.types, self.methods, self.error = [], [], ""
-        self.entered = [("", False, "")]               # (name, is it a record, its components)
+        self.entered = [("", False, "")]               # types: (name, is_record, its components)
 
     def read(self):
         match_head, position = re.compile(JAVA_HEAD).match, 0
@@ -3335,6 +3338,7 @@ class _JavaReader:
 
 
 def _without_arguments(tokens):
+    """A<B<C>>.D -> A . D"""
     depth, kept = 0, []
     for token in tokens:
         depth += token == "<"
@@ -3371,7 +3375,7 @@ def _parameter_type(tokens):
 
 
 def _calls(text):
-    """Return [(offset, name)] of the calls in a file."""
+    """Return [(offset behind the name, name)] of the calls in a file, in order."""
     text = re.sub(JAVA_CASE, lambda match: _blanks(match[0]), text)
     calls, classes = [], set(re.findall(rf"class\s+({JAVA_WORD})", text))
     match_body = re.compile(r"[^(){};]*\)\s*(?:\{|throws\b)").match
@@ -3438,23 +3442,27 @@ class Relation(NamedTuple):
 
 # ---- which files
 
-def ignore_rule(line: str, folder: str = "") -> tuple[str, bool]:
-    """Return (regex for whole paths, whether it excludes them) of a line in folder's .gitignore.
+def ignore_rule(line: str, folder: str = "") -> tuple[re.Pattern, bool]:
+    """Return (pattern of whole paths, whether it excludes them) of a line in folder's .gitignore.
 
-    "*.log" -> (r"(?:.*/)?[^/]*\\.log/?", True).  Paths of folders end in /; so may `folder`.
+    "*.log" -> (re.compile(r"(?:.*/)?[^/]*\\.log/?"), True).  A folder's path is "" or ends in /.
     Source: https://git-scm.com/docs/gitignore
     """
     def meaning(match):
         glob = match[0]
         if glob[0] == "[" and glob[1:]:
-            return glob.replace("[!", "[^")
+            return re.sub(r"(?<=.)\[", r"\[", glob).replace("[!", "[^")
         return {"**/": "(?:.*/)?", "/**": "/.+", "*": "[^/]*", "?": "[^/]"}.get(
             glob, re.escape(glob[-1]))
     path = line.lstrip("!").rstrip("/")
     anywhere = "" if "/" in path else "(?:.*/)?"
     regex = re.sub(r"\*\*/|/\*\*$|\[[^]]+\]|\\?.", meaning, path.lstrip("/"))
     end = "/" if line.endswith("/") else "/?"
-    return re.escape(folder) + anywhere + regex + end, not line.startswith("!")
+    try:
+        pattern = re.compile(re.escape(folder) + anywhere + regex + end)
+    except re.error:                                      # [z-a] is nothing
+        pattern = re.compile("(?!)")
+    return pattern, not line.startswith("!")
 
 
 def source_files(root: str) -> Iterator[tuple[str, os.stat_result]]:
@@ -3465,7 +3473,7 @@ def source_files(root: str) -> Iterator[tuple[str, os.stat_result]]:
         lines = read_text(os.path.join(root, folder, ".gitignore")).split("\n")
         mine = [ignore_rule(line.strip(), folder) for line in lines
                 if line.strip() and not line.startswith("#")]
-        rules = (*((re.compile(regex), excludes) for regex, excludes in reversed(mine)), *rules)
+        rules = (*reversed(mine), *rules)                 # the last that matches counts
         with contextlib.suppress(OSError):                # a folder that is not ours to read
             for entry in sorted(os.scandir(os.path.join(root, folder)), key=lambda e: e.name):
                 is_folder = entry.is_dir(follow_symlinks=False)
@@ -3484,28 +3492,20 @@ def _is_worth_a_look(folder):
                 or name in OUTPUT_FOLDERS and "src" not in above)
 
 
-# ---- what is in a file: parts [(kind, name, first line, last line)], relations, error
+# ---- what is in a file: ([(kind, name, first line, last line, {relation: others})], error)
 
-def _java_parts(path, text):
-    outline, relations = java_outline(text), []
-    parts = [("class", t.name, t.start_line, t.end_line) for t in outline.types]
-    for t in outline.types:
-        relations += [Relation(t.name, "extends", other) for other in t.extends]
-        relations += [Relation(t.name, "implements", other) for other in t.implements]
-        if "." in t.name:
-            relations.append(Relation(t.name.rpartition(".")[0], "contains", t.name))
-    for i in outline.imports if outline.types else ():
-        if not i.name.startswith(("java.", "javax.")):
-            relations.append(Relation(outline.types[0].name, "imports", i.name))
-    for m in outline.methods:
-        name = f"{m.type}.{m.name}"
-        parts.append(("method", f"{name}({', '.join(m.params)})", m.start_line, m.end_line))
-        relations.append(Relation(m.type, "contains", name))
-        relations += [Relation(name, "calls", other) for other in dict.fromkeys(m.calls)]
-    return parts, relations, outline.error
+def _java_parts(text):
+    outline = java_outline(text)
+    imports = [i.name for i in outline.imports if not i.name.startswith(("java.", "javax."))]
+    parts = [("class", t.name, t.start_line, t.end_line,
+              {"extends": t.extends, "implements": t.implements, "imports": imports * (not n)})
+             for n, t in enumerate(outline.types)]        # the first type stands for the file
+    parts += [("method", f"{m.type}.{m.name}({', '.join(m.params)})".lstrip("."), m.start_line,
+               m.end_line, {"calls": m.calls}) for m in outline.methods]
+    return parts, outline.error
 
 
-def _python_parts(path, text):
+def _python_parts(text):
     import ast
     import warnings
     try:
@@ -3513,22 +3513,19 @@ def _python_parts(path, text):
             warnings.simplefilter("ignore")               # about escapes like "\d", on stderr
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        return [], [], f"line {getattr(e, 'lineno', 1)}: {getattr(e, 'msg', e)}"
-    parts, relations = [], []
+        return [], f"line {getattr(e, 'lineno', 1)}: {getattr(e, 'msg', e)}"
+    parts = []
     for name, node in _definitions(tree.body):
         first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-        if "." in name:
-            relations.append(Relation(name.rpartition(".")[0], "contains", name))
         if isinstance(node, ast.ClassDef):
-            parts.append(("class", name, first, node.end_lineno))
-            relations += [Relation(name, "extends", ast.unparse(base)) for base in node.bases]
+            kind, related = "class", {"extends": map(ast.unparse, node.bases)}
         else:
-            names = ", ".join(a.arg for a in node.args.args)
-            parts.append(("method", f"{name}({names})", first, node.end_lineno))
             called = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
             names = [getattr(f, "attr", getattr(f, "id", "")) for f in called]
-            relations += [Relation(name, "calls", other) for other in filter(None, names)]
-    return parts, relations, ""
+            kind, related = "method", {"calls": filter(None, names)}
+            name += f"({', '.join(a.arg for a in node.args.args)})"
+        parts.append((kind, name, first, node.end_lineno, related))
+    return parts, ""
 
 
 def _definitions(body, owner=""):
@@ -3549,9 +3546,14 @@ def read_source(path: str, text: str) -> tuple[list[Chunk], list[Relation], str]
     """Return a file's chunks, its relations, and "" or where it could not be understood."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     parse = {".java": _java_parts, ".py": _python_parts}.get(os.path.splitext(path)[1])
-    parts, relations, error = parse(path, text) if parse else ([], [], "")
-    lines, chunks = text.split("\n"), []
-    for kind, name, first, last in parts:
+    parts, error = parse(text) if parse else ([], "")
+    lines, chunks, relations = text.split("\n"), [], []
+    for kind, name, first, last, related in parts:
+        bare_name = name.partition("(")[0]
+        owner = bare_name.rpartition(".")[0]
+        relations += [Relation(owner, "contains", bare_name)] * bool(owner)
+        relations += [Relation(bare_name, relation, other) for relation, others in related.items()
+                      for other in dict.fromkeys(others)]
         if kind == "class":
             last = min(last, first + 5)
         else:
@@ -3559,12 +3561,12 @@ def read_source(path: str, text: str) -> tuple[list[Chunk], list[Relation], str]
         chunks.append(Chunk(path, kind, name, "\n".join(lines[first - 1:last]), first, last))
     if error or not parts:               # what is in no chunk yet is cut into pieces
         covered = {n for c in chunks for n in range(c.start_line, c.end_line + 1)}
-        left = [n for n in range(1, len(lines) + 1) if n not in covered]
-        for _, run in itertools.groupby(enumerate(left), lambda pair: pair[1] - pair[0]):
-            numbers = [n for _, n in run]
-            text = "\n".join(lines[numbers[0] - 1:numbers[-1]])
-            chunks += [Chunk(path, "file", os.path.basename(path), *piece)
-                       for piece in text_pieces(text, numbers[0])]
+        for is_covered, run in itertools.groupby(range(1, len(lines) + 1), covered.__contains__):
+            first, *more = run
+            if not is_covered:
+                text = "\n".join(lines[first - 1:first + len(more)])
+                chunks += [Chunk(path, "file", os.path.basename(path), *piece)
+                           for piece in text_pieces(text, first)]
     return chunks, relations, error
 
 
@@ -3624,12 +3626,12 @@ def embedding_text(chunk: Chunk) -> str:
 
 SYNONYM_WEIGHT, TRANSLATION_WEIGHT = 0.4, 0.5       # the latter of a line's second, third word
 # What is no part of a word becomes a blank: three times as fast as a regular expression.
-_WORD_BYTES = bytes(b if b > 127 or chr(b).isalnum() or b in b"_\0" else 32 for b in range(256))
+_WORD_BYTES = bytes(b if b > 127 or chr(b).isalnum() or b in b"_" else 32 for b in range(256))
 _SUBWORD = r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+|[^\W\d_A-Za-z]+"
 _ENDING = (r"(?<=[a-z]{2})(?:([bdgmnprt])\1|(?<=[a-z]{3}))"         # mapping -> map
            r"(?:ings?|ions?|ed|ies|ied|es|e|y|(?<![su])s)$")         # queries, query -> quer
 STOP_WORDS = set("the an of in at are was were be been it its than how which what when".split())
-# Of these names are made too, like isEmpty and forEach, so only questions lose them.
+# Names are made of these too, like isEmpty and forEach, so only questions lose them.
 QUESTION_WORDS = set(
     "where who why is does do did has have had can could will would should for from to as by with "
     "if on and or not that this then there these so such any all some other only into "
@@ -3721,26 +3723,19 @@ physical real: 物理 fizič fizycz; several multiple many: 多 više kilka wiel
 
 def terms(text: str) -> list[str]:
     """Return the terms of code or prose: "parseHttpHeaders" -> ["pars", "http", "header"]."""
-    return _joined_terms(text).split()
-
-
-def _joined_terms(text):
-    """In one string, with each \\0 between blanks that the text has."""
     words = text.encode("utf-8", "replace").translate(_WORD_BYTES).decode("utf-8").split()
-    return " ".join(map(_word_terms, words))
+    return " ".join(map(_word_terms, words)).split()
 
 
 @functools.lru_cache(maxsize=300_000)                     # code says its words again and again
 def _word_terms(word):
-    if word == "\0":
-        return word
     parts = [part.lower() for part in re.findall(_SUBWORD, word)]
     return " ".join([re.sub(_ENDING, r"\1", part) for part in parts
                      if len(part) > 1 and part not in STOP_WORDS])
 
 
 def _plain(text):
-    """In small Latin letters without accents: "Ključ" and "Кључ" -> "kljuc"."""
+    """Return it in small Latin letters without accents: "Ključ" and "Кључ" -> "kljuc"."""
     letters = {pair[0]: pair[1:] for pair in (_CYRILLIC + " џdz ђdj đdj łl").split()}
     text = unicodedata.normalize("NFD", "".join([letters.get(c, c) for c in text.lower()]))
     return "".join([c for c in text if not unicodedata.combining(c)])
@@ -3790,14 +3785,13 @@ def query_terms(query: str) -> list[dict[str, float]]:
 
 MAX_EMBED_CHARS = 2000                   # of a text
 MAX_IN_FLIGHT = 4                        # requests
-POOL = 150                               # how many rows get past the coarse look
 EMBEDDING_MODELS = {"ollama": "nomic-embed-text", "openai": "text-embedding-3-small",
                     "glm": "embedding-3", "zhipu": "embedding-3"}
 
 
 class OpenAIEmbedder:
     """A server of vectors that speaks OpenAI's protocol, as GLM's does."""
-    name, batch_size, url_end = "", 64, "/*$"
+    name, batch_size, url_end = "", 64, "/*$"             # url_end: what is cut off a base URL
     advice = "check EMBEDDING_BASE_URL, EMBEDDING_MODEL and EMBEDDING_API_KEY"
 
     def __init__(self, model: str, base_url: str, api_key: str = "", http: Http | None = None):
@@ -3905,6 +3899,8 @@ def choose_embedder(config: Config, http: Http) -> OpenAIEmbedder | None:
 # 8 signs, so what it adds is one of 256 shares: a table.  bytes.translate looks up, say, byte 5 of
 # all rows at once, and adding two huge integers adds it to the sums of all rows: no loop in Python.
 # Simplified: enough for some 100,000 rows; beyond, products search a graph of neighbours (HNSW).
+
+POOL = 150                               # how many rows get past the coarse look
 
 
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:
@@ -4021,12 +4017,11 @@ def fields(chunk: Chunk) -> list[str]:
     parts = re.split(_PROSE, chunk.text)
     signature, body = "", " ".join(parts[::2])
     if chunk.kind != "file":
-        signature, body = re.split(r"[{;]|:\n|\Z", body, 1)
+        signature, body = re.split(r"[{;]|:\n|\Z", body, maxsplit=1)
     path = os.path.splitext(chunk.path)[0].rpartition("/java/")[2]
-    texts = (name, owner, path, signature, " ".join(parts[1::2]), body)
-    *short, prose, body = _joined_terms(" \0 ".join(texts)).split("\0")
+    short = [" ".join(terms(text)) for text in (name, owner, path, signature)]
     # Each term once: a method that says "name" twenty times is not twenty times about names.
-    return [*short, *(" ".join(dict.fromkeys(long.split())) for long in (prose, body))]
+    return short + [" ".join(dict.fromkeys(terms(text))) for text in (" ".join(parts[1::2]), body)]
 
 
 def word_candidates(run: Callable, table: str, wanted: list[dict], ids: Iterable[int]
@@ -4048,15 +4043,13 @@ def rank(wanted: list[dict], rows: list[tuple], cosines: dict[int, float]) -> li
     is asked for, and by the part of the question that it has.  A cosine counts double.
     Source: Robertson, Zaragoza: The Probabilistic Relevance Framework, 2009
     """
-    chunks = {id_: _term_weights(columns) for id_, *columns in rows}
-    n_with = collections.Counter(term for weights in chunks.values() for term in weights)
+    weights_of = {id_: _term_weights(columns) for id_, *columns in rows}
+    n_with = collections.Counter(term for weights in weights_of.values() for term in weights)
     rarity = {term: math.log(1 + len(rows) / (n + 0.5)) for term, n in n_with.items()}
     wanted = [{t: weight * rarity[t] for t, weight in words.items() if t in rarity}
               for words in wanted]
-    wanted = [words for words in wanted if words]
     asked = {t: max(words.get(t, 0) for words in wanted) for words in wanted for t in words}
-    sizes = {id_: sum(weights.values()) for id_, weights in chunks.items()}
-    mean_size = sum(sizes.values()) / max(1, len(sizes))
+    mean_size = sum(sum(w.values()) for w in weights_of.values()) / max(1, len(rows)) or 1
 
     def asked_part(name):
         """Of a name's terms, weighed by rarity."""
@@ -4065,7 +4058,7 @@ def rank(wanted: list[dict], rows: list[tuple], cosines: dict[int, float]) -> li
     scores = {}
     for id_, name, owner, *_ in rows:
         names = (1 + asked_part(name.split()) / 2) * (1 + asked_part(owner.split()) / 2)
-        scores[id_] = names * _words_score(wanted, chunks[id_], sizes[id_] / mean_size)
+        scores[id_] = names * _words_score(wanted, weights_of[id_], mean_size)
     best = max(scores.values(), default=0) or 1
     return sorted([(score / best + 2 * cosines.get(id_, 0), id_)
                    for id_, score in scores.items()], reverse=True)
@@ -4080,15 +4073,17 @@ def _term_weights(columns):
     return weights
 
 
-def _words_score(wanted, weights, relative_size):
-    score = found = 0
-    for words in wanted:
-        hits = [value * weights[term] / (weights[term] + 0.6 + 0.9 * relative_size)
+def _words_score(wanted, weights, mean_size):
+    score = found = possible = 0
+    saturation = 0.6 + 0.9 * sum(weights.values()) / mean_size
+    for words in filter(None, wanted):
+        possible += max(words.values())
+        hits = [value * weights[term] / (weights[term] + saturation)
                 for term, value in words.items() if term in weights]
         if hits:                         # a synonym is enough, more of them are no better
             score += max(hits)
             found += max(words.values())
-    return score * (found / (sum(max(words.values()) for words in wanted) or 1)) ** 0.4
+    return score * (found / (possible or 1)) ** 0.4
 
 
 # ---- the index
@@ -4110,37 +4105,20 @@ class IndexStats(NamedTuple):
     changed: int                         # of them new or changed, so to be read
     done: int                            # of these
     gone: int                            # no longer there, so forgotten
-    chunks: int                          # of what was read; at the end, in all
-    relations: int
-    seconds: float
+    chunks: int = 0                      # of what was read; at the end, in all
+    relations: int = 0                   # at the end
+    seconds: float = 0.0
     warnings: tuple = ()                 # "path: what" of files that can't be read or understood
 
 
 class _Read(NamedTuple):
-    """A file as it was read; chunks is None for one that did not change."""
+    """A file as it was read."""
     path: str
     stat: os.stat_result
-    digest: str = ""
-    is_known: bool = False               # an older version is in the index
-    chunks: list | None = ()
-    relations: list = ()
-    error: str = ""
-
-
-def _read_file(root, path, stat_, known, mask):
-    """-> _Read; known is what the index has of the file, [size, mtime, hash], or None."""
-    read = _Read(path, stat_, is_known=bool(known))
-    try:
-        if stat_.st_size > MAX_SOURCE_BYTES:
-            raise ToolError(f"it has over {MAX_SOURCE_BYTES >> 20} MB")
-        data = _bytes_of(os.path.join(root, path))
-        read = read._replace(digest=_digest(data))
-        if known and known[2] == read.digest:
-            return read._replace(chunks=None)
-        chunks, relations, error = read_source(path, mask(decode_file(data).text))
-        return read._replace(chunks=chunks, relations=relations, error=error)
-    except (OSError, ToolError) as e:
-        return read._replace(error=f"left out: {getattr(e, 'strerror', e)}")
+    digest: str
+    chunks: list[Chunk] | None           # None: touched, but not changed
+    relations: list[Relation]
+    error: str
 
 
 class CodeIndex:
@@ -4148,32 +4126,26 @@ class CodeIndex:
 
     def __init__(self, db_path: str, root: str, embedder=None,
                  mask: Callable[[str], str] = lambda text: text):
-        self.home = self.root = os.path.realpath(root)    # root: which folder is searched
-        self._db_path, self.embedder, self._mask = os.fspath(db_path), embedder, mask
+        self._cwd = self.root = os.path.realpath(root)    # root: which folder is searched
+        self._db_path, self.embedder, self._mask = db_path, embedder, mask
         self._lock, self._opened = threading.Lock(), None               # a Store, later
         self._sketches = (0, None)       # (indexed_at, SketchIndex)
         self.trouble = ""                # why the last search was by words alone
 
     def _store(self):
-        """The database, opened at the first use.  Raises ConfigError if it can't be."""
+        """-> the database, opened at the first use.  Raises ConfigError if it can't be."""
         with self._lock:
-            self._opened = self._opened or self._open()
-        return self._opened
-
-    def _open(self):
-        import sqlite3
-        try:
-            os.makedirs(os.path.dirname(os.path.abspath(self._db_path)), 0o700, exist_ok=True)
+            if self._opened:
+                return self._opened
             store = Store(self._db_path, CODE_SCHEMA)
-        except (OSError, sqlite3.Error) as e:
-            raise ConfigError(f"{self._db_path} can't be used: {e}") from None
-        if not store.run("SELECT sqlite_compileoption_used('ENABLE_FTS5')")[0][0]:
-            raise ConfigError("code search needs an SQLite with FTS5, and this Python has none: "
-                              "use another one, from python.org, say")
-        # The search follows the folder that was indexed last from here, or that this one is in.
-        last = store.run("SELECT project_path FROM meta WHERE indexed_from = ?1 OR ?1 || '/' LIKE "
-                         "project_path || '/%' ORDER BY indexed_at DESC LIMIT 1", self.home)
-        self.root = last[0][0] if last else self.root
+            if not store.run("SELECT sqlite_compileoption_used('ENABLE_FTS5')")[0][0]:
+                raise ConfigError("code search needs an SQLite with FTS5, and this Python has "
+                                  "none: use another one, from python.org, say")
+            # The search follows the folder that was indexed last from here, or that this is in.
+            for path, cwd in store.run("SELECT project_path, indexed_from FROM meta "
+                                       "ORDER BY indexed_at"):
+                self.root = path if cwd == self._cwd or _is_in(self._cwd, path) else self.root
+            self._opened = store
         return store
 
     def close(self) -> None:
@@ -4183,7 +4155,7 @@ class CodeIndex:
 
     def use(self, root: str) -> None:
         """Turn to another folder."""
-        self._store()
+        self._store()                    # would turn to the last one
         self.root = os.path.realpath(root)
 
     def _meta(self):
@@ -4200,35 +4172,34 @@ class CodeIndex:
 
         Raises Cancelled or PaiError; what was stored until then can be searched.
         """
-        cancel, began, n_chunks, job = cancel or Cancel(), time.monotonic(), 0, None
+        cancel, began = cancel or Cancel(), time.monotonic()
         id_, warnings = self._begin(cancel)
         known, found, changed, gone = self._changes()
-        with self._store().transaction() as run:
-            for path in gone:
-                self._forget(run, id_, path)
+        stats = IndexStats(len(found), len(changed), 0, len(gone), warnings=warnings)
         size = EMBED_FILES if self.embedder else BATCH_FILES
+        job = Job("index", self._keep, id_, [], gone, cancel)
         for at in range(0, len(changed), size):
             cancel.check()
-            files = [_read_file(self.root, path, found[path], known.get(path), self._mask)
+            files = [self._read(path, found[path], known.get(path, [""])[-1])
                      for path in changed[at:at + size]]
-            if job:
-                job.wait(cancel)         # one batch is embedded and stored while the next is read
-            job = Job("index", self._keep, id_, files, cancel)
-            n_chunks += sum(len(f.chunks or ()) for f in files)
-            warnings += [f"{f.path}: {f.error}" for f in files if f.error]
-            on_progress(IndexStats(len(found), len(changed), at + len(files), len(gone), n_chunks,
-                                   0, time.monotonic() - began, tuple(warnings)))
-        if job:
-            job.wait(cancel)
-        count = "SELECT count(*) FROM {} WHERE project_id = ?".format
-        (n_chunks,), = self._store().run(count("code_chunks"), id_)
-        (n_relations,), = self._store().run(count("code_relations"), id_)
-        return IndexStats(len(found), len(changed), len(changed), len(gone), n_chunks,
-                          n_relations, time.monotonic() - began, tuple(warnings))
+            job.wait(cancel)             # one batch is embedded and stored while the next is read
+            outdated = [f.path for f in files if f.path in known and f.chunks is not None]
+            job = Job("index", self._keep, id_, files, outdated, cancel)
+            stats = stats._replace(
+                done=at + len(files), chunks=stats.chunks + sum(len(f.chunks or ()) for f in files),
+                seconds=time.monotonic() - began,
+                warnings=stats.warnings + tuple(f"{f.path}: {f.error}" for f in files if f.error))
+            on_progress(stats)
+        job.wait(cancel)
+        (n_chunks, n_relations), = self._store().run(
+            "SELECT (SELECT count(*) FROM code_chunks WHERE project_id = ?1), "
+            "(SELECT count(*) FROM code_relations WHERE project_id = ?1)", id_)
+        return stats._replace(
+            chunks=n_chunks, relations=n_relations, seconds=time.monotonic() - began)
 
     def _changes(self):
-        """-> ({path: [size, mtime, hash] that are known}, {path: stat of the files there are},
-        which of these are new or changed, which of the known are gone)"""
+        """Compare folder and index -> (known: {path: [size, mtime, hash]}, found: {path: stat},
+        changed: the paths of new and changed files, gone: those of the known that are no more)"""
         known = {path: kept for path, *kept in self._store().run(
             "SELECT file_path, size, mtime_ns, hash FROM files WHERE project_id = ?",
             self._meta()[0])}
@@ -4239,18 +4210,17 @@ class CodeIndex:
 
     def _begin(self, cancel):
         """-> (the folder's id, notices).  Vectors of another model are no use: all begins anew."""
-        label, dimension, notices = "", 0, []
+        label, dimension, notices = "", 0, ()
         if self.embedder:
             label, dimension = self.embedder.label, len(self.embedder.embed(["x"], cancel)[0])
         id_, _, *before = self._meta()
         if id_ and before != [label, dimension]:
-            notices = [f"made anew: its vectors were {before}, now they are {[label, dimension]}"]
+            notices = (f"made anew for the vectors of {label}" if label else "made anew for words",)
             self.clear()
         with self._store().transaction() as run:
             run("INSERT OR IGNORE INTO meta(project_path, embedder, dimension) VALUES (?, ?, ?)",
                 self.root, label, dimension)
-            run("UPDATE meta SET indexed_from = ?, indexed_at = ? WHERE project_path = ?",
-                self.home, time.time(), self.root)
+            run("UPDATE meta SET indexed_from = ? WHERE project_path = ?", self._cwd, self.root)
         id_ = self._meta()[0]
         self._store().run(f"CREATE VIRTUAL TABLE IF NOT EXISTS terms_{id_} USING fts5({FIELDS})")
         return id_, notices
@@ -4264,22 +4234,38 @@ class CodeIndex:
                 run(f"DELETE FROM {table} WHERE project_id = ?", id_)
             run("DELETE FROM meta WHERE id = ?", id_)
 
-    def _keep(self, id_, files, cancel):
-        """Embed and store what was read."""
+    def _read(self, path, stat_, known_digest):
+        """-> _Read; a file whose digest is known is not cut again."""
+        digest, chunks, relations, error = "", [], [], ""
+        try:
+            if stat_.st_size > MAX_SOURCE_BYTES:
+                raise ToolError(f"it has over {MAX_SOURCE_BYTES >> 20} MB")
+            data = _bytes_of(os.path.join(self.root, path))
+            digest = _digest(data)
+            if digest == known_digest:
+                chunks = None
+            else:
+                chunks, relations, error = read_source(path, self._mask(decode_file(data).text))
+        except (OSError, ToolError) as e:
+            error = f"left out: {getattr(e, 'strerror', e)}"
+        return _Read(path, stat_, digest, chunks, relations, error)
+
+    def _keep(self, id_, files, outdated, cancel):
+        """Forget the paths that are outdated; embed and store what was read."""
         chunks = [c for f in files for c in f.chunks or ()]
         vectors = [None] * len(chunks)
         if self.embedder:
             vectors = self.embedder.embed([embedding_text(c) for c in chunks], cancel)
         store = self._store()
         with store.transaction() as run:
+            for path in outdated:
+                self._forget(run, id_, path)
             n, = run("SELECT coalesce(max(id), 0) + 1 FROM code_chunks").fetchone()
             for f in files:
-                if f.chunks is None:     # touched, but not changed
+                if f.chunks is None:
                     run("UPDATE files SET size = ?, mtime_ns = ? WHERE project_id = ? AND "
                         "file_path = ?", f.stat.st_size, f.stat.st_mtime_ns, id_, f.path)
                     continue
-                if f.is_known:
-                    self._forget(run, id_, f.path)
                 mine, vectors = vectors[:len(f.chunks)], vectors[len(f.chunks):]
                 sketches = b"".join(map(sketch, filter(None, mine)))
                 store.insert("files", [(id_, f.path, f.digest, f.stat.st_size, f.stat.st_mtime_ns,
@@ -4314,26 +4300,25 @@ class CodeIndex:
         rows = word_candidates(self._store().run, f"terms_{id_}", wanted, cosines)
         hits, n_of = [], collections.Counter()
         for score, chunk_id in rank(wanted, rows, cosines):
-            (path, *chunk), = self._store().run(
-                "SELECT file_path, chunk_type, name, start_line, end_line, content "
-                "FROM code_chunks WHERE id = ?", chunk_id)
-            n_of[path] += 1
-            if n_of[path] <= 2:
-                hits.append(Hit(path, *chunk, score))
-            if len(hits) == top_k:
+            for row in self._store().run(                 # none if it was replaced just now
+                    "SELECT file_path, chunk_type, name, start_line, end_line, content "
+                    "FROM code_chunks WHERE id = ?", chunk_id):
+                n_of[row[0]] += 1
+                hits += [Hit(*row, score)] * (n_of[row[0]] <= 2)
+            if len(hits) >= top_k:
                 break
         return hits
 
     def _cosines(self, query, cancel):
         """-> {id: cosine} of the chunks that look most alike; {} without vectors."""
-        id_, indexed_at, *made_by = self._meta()
+        id_, indexed_at, label, dimension = self._meta()
         self.trouble, vector = "", []
-        if self.embedder and made_by[0] == self.embedder.label:
+        if self.embedder and self.embedder.label == label:
             try:
                 vector = self.embedder.embed([query], cancel)[0]
             except ModelError as e:
                 self.trouble = f"searched by words alone: {e}"
-        if not vector or len(vector) != made_by[1]:
+        if not vector or len(vector) != dimension:
             return {}
         if self._sketches[0] != indexed_at:
             segments = self._store().run("SELECT first_chunk, sketches FROM files WHERE "
@@ -4352,17 +4337,17 @@ class CodeIndex:
             "SELECT from_name FROM code_relations WHERE project_id = ?1 UNION SELECT to_name FROM "
             "code_relations WHERE project_id = ?1 AND kind = 'contains'", id_)
             if f".{full}".endswith("." + name)]
-        if len(known) > 1 and name not in known:
+        shortest = min(known, key=len, default=name)      # not its constructor, Agent.Part.Part
+        if shortest != name and not all(f"{full}.".startswith(shortest + ".") for full in known):
             raise ToolError(f"there are several: {clip(', '.join(known), 2000)}")
-        name = name if name in known or not known else known[0]
-        rows = self._store().run(
+        name = shortest
+        found = [Relation(*row) for row in self._store().run(
             "SELECT DISTINCT from_name, kind, to_name FROM code_relations WHERE project_id = ?1 "
-            "AND (from_name = ?2 OR from_name LIKE ?2 || '.%' OR to_name IN (?2, ?3) AND "
-            "kind <> 'contains') ORDER BY from_name <> ?2 AND from_name NOT LIKE ?2 || '.%', "
-            "from_name <> ?2, from_name, kind, to_name", id_, name, last)
-        if not rows:
+            "AND (from_name = ?2 OR from_name GLOB ?2 || '.*' OR to_name IN (?2, ?3) AND "
+            "kind <> 'contains')", id_, name, last)]
+        if not found:
             raise ToolError(f"nothing is known of {name}; /index reads what is new")
-        return [Relation(*row) for row in rows]
+        return sorted(found, key=lambda r: (not f"{r.name}.".startswith(name + "."), r))
 
     def refresh(self, cancel: Cancel | None = None) -> str:
         """Read again what has changed, if that is little; return what the person should know."""
@@ -4383,8 +4368,8 @@ def format_for_cli(query: str, hits: list[Hit]) -> str:
     """Return hits as a person reads them."""
     lines = [f"🔍 {len(hits)} results for: {query}"]
     for n, hit in enumerate(hits, 1):
-        lines.append(f"{n}. {hit.kind} {hit.name}   {hit.path}:{hit.start_line}   {hit.score:.2f}")
-        lines += ["     " + line for line in hit.text.split("\n")[:4]]
+        lines += [f"{n}. {hit.kind} {hit.name}", f"   {hit.path}:{hit.start_line}  {hit.score:.2f}",
+                  *("     " + line[:74] for line in hit.text.split("\n")[:4])]
     return "\n".join(lines)
 
 
@@ -4472,6 +4457,9 @@ def run_command(app, line: str) -> str:
     table = commands()
     if name not in table:
         raise ConfigError(f"no command {name}{did_you_mean(name, table) or '; see /help'}")
+    usage = table[name].__doc__.partition("  ")[0]
+    if usage.isalpha() and usage.isupper() and not arguments:         # QUERY must be, [ID] may be
+        raise ConfigError(f"usage: {name} {usage}")
     return table[name](app, arguments.strip())
 
 
@@ -4609,10 +4597,9 @@ def forget_fact(app, arguments: str) -> str:
 def index_folder(app, arguments: str) -> str:
     """[PATH]  Read a folder for /search; the next time, what has changed of it."""
     def on_progress(stats):
-        n_full = 20 * stats.done // stats.changed
-        app.events.put({"type": "wait", "text": "📚 " + "█" * n_full + "░" * (20 - n_full) + (
-            f" {stats.done} of {stats.changed} files, {stats.chunks} chunks, "
-            f"{stats.done / max(stats.seconds, 0.01):.0f} files/s")})
+        bar = ("█" * (10 * stats.done // stats.changed)).ljust(10, "░")
+        app.events.put({"type": "wait", "text": f"📚 {bar} {stats.done} of {stats.changed} files, "
+                        f"{stats.chunks} chunks, {stats.done / max(stats.seconds, 0.01):.0f}/s"})
     root = os.path.join(app.config.cwd, os.path.expanduser(arguments))
     if not os.path.isdir(root):
         raise ConfigError(f"there is no folder {root}")
@@ -4621,7 +4608,7 @@ def index_folder(app, arguments: str) -> str:
     lines = [f"⚠️ {visible(warning)}" for warning in stats.warnings[:20]]
     lines += [f"⚠️ and {len(stats.warnings) - 20} more"] * (len(stats.warnings) > 20)
     return "\n".join(lines + [
-        f"✅ {app.index.root}: {stats.files} files ({stats.changed} read, {stats.gone} gone), "
+        f"✅ {app.index.root}\n   {stats.files} files ({stats.changed} read, {stats.gone} gone), "
         f"{stats.chunks} chunks, {stats.relations} relations, {stats.seconds:.1f} s"])
 
 

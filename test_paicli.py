@@ -2074,7 +2074,7 @@ class TestMemory(Case):
         for folder in ("full", "file"):
             store, notice = paicli.open_store(self.path(folder))
             self.stack.callback(store.close)
-            self.assertRegex(notice, f"{folder}.paicli.db can't be used .*: nothing is remembered")
+            self.assertRegex(notice, f"{folder}.paicli.db can't be used: .*: nothing is remembered")
             paicli.Memory(store, self.folder).add({"role": "user", "content": "x"})
         self.assertEqual(b"this", self.bytes_of("full/paicli.db")[:4])
         store, notice = paicli.open_store(self.path("new/home"))
@@ -2086,7 +2086,7 @@ class TestMemory(Case):
             with self.store.transaction() as run:
                 run("INSERT INTO facts(kind, text, created_at) VALUES ('fact', 'x', '')")
                 run("INSERT INTO nowhere VALUES (1)")
-        self.raises(paicli.PaiError, "can't be stored: no such table", half)
+        self.raises(paicli.PaiError, r"paicli.db can't be used: no such table", half)
         self.assertEqual([], self.store.run("SELECT * FROM facts"))
         self.store.run("INSERT INTO facts(kind, text, created_at) VALUES ('fact', 'x', '')")
         self.assertEqual(1, len(self.store.run("SELECT * FROM facts")))
@@ -2457,6 +2457,10 @@ class TestCodeChunks(Case):
         self.assertEqual([("class", "A", 3, 8), ("method", "A.run(self, q)", 7, 10), ("method", "top()", 13, 14)], self.named(chunks))
         self.assertEqual("    async def top():\n        await other()", chunks[-1].text)
 
+    def test_the_methods_of_a_class_without_a_head_stand_alone(self):
+        chunks, relations, _ = paicli.read_source("A.java", "void main() {\n    f();\n}\n")
+        self.assertEqual(([("class", "", 1, 3), ("method", "main()", 1, 3)], [("main", "calls", "f")]), (self.named(chunks), relations))
+
     def test_names_are_related(self):
         _, relations, error = paicli.read_source("src/Agent.java", self.JAVA)
         self.assertEqual("", error)
@@ -2494,7 +2498,8 @@ class TestCodeChunks(Case):
                 ("*.log", "", ["a.log", "x/y/b.log", "logs.log/"], ["a.log.txt"]), ("/build/", "", ["build/"], ["x/build/", "build"]),
                 ("doc/*.txt", "", ["doc/a.txt"], ["doc/b/a.txt", "x/doc/a.txt"]), ("a/**/b", "", ["a/b", "a/x/y/b"], ["b", "x/a/b"]),
                 ("**/gen", "", ["gen/", "x/gen"], ["xgen"]), ("out/**", "", ["out/a", "out/x/y"], ["out/"]), ("[!a]?.c", "", ["bc.c"], ["ac.c", "b.c"]),
-                ("*.o", "lib/", ["lib/a.o", "lib/x/a.o"], ["a.o"]), (r"\#x", "", ["#x"], ["x"])):
+                ("*.o", "lib/", ["lib/a.o", "lib/x/a.o"], ["a.o"]), (r"\#x", "", ["#x"], ["x"]),
+                ("[z-a]b", "", [], ["zb", "[z-a]b"]), ("[[x].c", "", ["[.c", "x.c"], ["[[x].c"])):
             regex, excludes = paicli.ignore_rule(line, folder)
             self.assertTrue(excludes)
             for path in matches + passes:
@@ -2916,6 +2921,7 @@ class TestCodeIndex(Case):
         inside, outside = self.index(root="code/src"), self.index(root="elsewhere")
         self.assertEqual("Agent.parseHttpHeader(String)", inside.search("parse header")[0].name)
         self.raises(paicli.ToolError, "elsewhere is not indexed yet: .*/index", outside.search, "parse header")
+        self.raises(paicli.ToolError, "not indexed yet", self.index(root="CODE").search, "parse header")
         outside.use(self.path("code"))
         outside.build()
         self.assertEqual("Agent.parseHttpHeader(String)", self.index(root="elsewhere").search("parse header")[0].name)
@@ -2939,6 +2945,7 @@ class TestCodeIndex(Case):
                          index.relations("queryModel"))
         self.assertEqual([R("Agent", "extends", "Base")], index.relations("Base"))
         self.raises(paicli.ToolError, "several: Agent.first, Other.first", index.relations, "first")
+        self.raises(paicli.ToolError, "nothing is known of agent", index.relations, "agent")
         self.raises(paicli.ToolError, "nothing is known of Nobody", index.relations, "Nobody")
         text = paicli.format_graph("Agent", index.relations("Agent"))
         self.assertRegex(text, r"(?s)Relations of Agent\n.*8 relations\n   Agent +├── contains --> Agent.\w+\n.*   Agent.first +└── calls --> queryModel\n.*   Other └── extends --> Agent$")
@@ -2960,7 +2967,7 @@ class TestCodeIndex(Case):
     def test_people_and_models_read_hits_in_their_own_form(self):
         hits = [paicli.Hit("a/B.java", "method", "B.run()", 3, 9, "void run() {\n\x1b x\n3\n4\n5\n}", 1.234)]
         text = paicli.format_for_cli("go", hits)
-        self.assertRegex(text, r"(?s)1 results for: go\n1. method B.run\(\) +a/B.java:3 +1.23\n     void run\(\) \{.*\n     4$")
+        self.assertRegex(text, r"(?s)1 results for: go\n1. method B.run\(\)\n   a/B.java:3  1.23\n     void run\(\) \{.*\n     4$")
         self.assertEqual("🔍 0 results for: go", paicli.format_for_cli("go", []))
         self.assertRegex(paicli.format_for_tool("run it", hits), r"(?s)^Most relevant: B.run\(\), a/B.java:3\n.*counted: run\n\na/B.java:3-9 method B.run\(\)\nvoid run\(\) \{.*\n\}$")
 
@@ -3116,6 +3123,21 @@ class TestCommands(Case):
         self.assertEqual("  2. fact (everywhere): I am Ana", paicli.list_facts(app, ""))
         for command, wrong in ((paicli.save_fact, ""), (paicli.save_fact, "--global"), (paicli.forget_fact, "9"), (paicli.forget_fact, "")):
             self.raises(paicli.ConfigError, "usage: /", command, app, wrong)
+
+    def test_a_folder_is_indexed_searched_and_drawn(self):
+        app = self.app()
+        self.write("code/Agent.java", "class Agent extends Base {\n    class Part { Part() { } }\n    void parseHeader() { split(); }\n}\n")
+        self.write("code/bad.py", "def f(:\n")
+        self.raises(paicli.ConfigError, "there is no folder .*nowhere", paicli.run_command, app, "/index nowhere")
+        text = paicli.run_command(app, "/index code")
+        self.assertRegex(text, r"^⚠️ bad.py: line 1: .*\n✅ .*code\n   2 files \(2 read, 0 gone\), 5 chunks, 5 relations, ")
+        self.assertRegex(app.events.get(timeout=5)["text"], r"^📚 █{10} 2 of 2 files, 5 chunks, \d+/s$")
+        self.assertIn("2 files (0 read, 0 gone), 5 chunks", paicli.run_command(app, "/index " + self.path("code")))
+        self.assertRegex(paicli.run_command(app, "/search parse header"), r"^🔍 \d results for: parse header\n1. method Agent.parseHeader\(\)\n   Agent.java:3")
+        self.assertIn("Agent ├── contains --> Agent.Part\n", paicli.run_command(app, "/graph Agent"))
+        self.assertIn("Agent.Part └── contains --> Agent.Part.Part", paicli.run_command(app, "/graph Part"))
+        for name, usage in (("/search", "QUERY"), ("/graph", "NAME")):
+            self.raises(paicli.ConfigError, f"usage: {name} {usage}", paicli.run_command, app, name)
 
     def test_files_named_with_an_at_sign_join_the_message(self):
         files = paicli.FileTools(paicli.Workspace(self.folder))
@@ -3300,6 +3322,15 @@ class TestTerminal(Case):
         self.assertIn("File content:\nhi", server.requests[1]["body"]["messages"][-1]["content"])
         done = self.run_in("sum it up:", stdin="caf\u00e9 text\n", PAICLI_MODEL=server.url + "#m")
         self.assertEqual("sum it up:\n\ncaf\u00e9 text", server.requests[2]["body"]["messages"][-1]["content"])
+
+    def test_code_search_runs_as_one_shots_without_a_warning(self):
+        self.write("work/.gitignore", "[[x].py\n")
+        self.write("work/a.py", "def parse_header(line):\n    return line.split('\\:')\n")
+        for args, said in ((("/index", "."), "1 files (1 read"), (("/search", "header", "parsed"), "1. method parse_header(line)\n   a.py:1"),
+                           (("/graph", "parse_header"), "parse_header └── calls --> split")):
+            done = self.run_in(*args, PYTHONWARNINGS="error")
+            self.assertEqual((0, ""), (done.returncode, done.stderr))
+            self.assertIn(said, done.stdout)
 
     def test_without_a_terminal_nothing_above_the_level_runs(self):
         server = self.server(calls(("execute_command", {"command": "echo x > made"})), says("denied"),
