@@ -2722,46 +2722,11 @@ class TestEmbeddings(Case):
         self.write(".env", "EMBEDDING_BASE_URL=http://evil.example\n")
         self.raises(paicli.ConfigError, "needs your trust", self.choose, EMBEDDING_PROVIDER="ollama")
 
-
-class TestCodeIndex(Case):
-    """Section 17.  Three stars of three."""
-
-    AGENT = ("package a;\n\npublic class Agent extends Base {\n    /** Asks the model for one reply. */\n    String queryModel(String text) {\n"
-             "        return client.send(text);\n    }\n\n    void parseHttpHeader(String line) {\n        split(line);\n    }\n\n"
-             "    void first() { queryModel(\"\"); }\n}\n")
-
-    class Embedder:
-        """Vectors by hand: what a text has of some words."""
-        label = "hand:1"
-
-        def __init__(self, *words):
-            self.words, self.asked = words, []
-
-        def embed(self, texts, cancel=None):
-            self.asked += texts
-            return [array("f", [float(w in t.lower()) / (sum(x in t.lower() for x in self.words) or 1) ** 0.5 for w in self.words]
-                                + [0.0] * (-len(self.words) % 8)) for t in texts]
-
-    def index(self, embedder=None, root="code", **options):
-        index = paicli.CodeIndex(self.path("rag/codebase.db"), self.path(root), embedder, **options)
-        self.stack.callback(index.close)
-        return index
-
-    def built(self, embedder=None):
-        self.write("code/src/Agent.java", self.AGENT)
-        self.write("code/src/Other.java", "class Other extends Agent {\n    void readFile() { queryModel(path); }\n    void first() { }\n}\n")
-        self.write("code/notes.md", "# Notes\n\nHow the cache works.\n")
-        index = self.index(embedder)
-        self.stats = index.build()
-        return index
-
     # -- vectors
 
     def test_the_cosine_of_two_vectors_is_their_dot_product(self):
         self.assertAlmostEqual(0.6, paicli.cosine([0.6, 0.8], [1.0, 0.0]))
         self.assertAlmostEqual(-1.0, paicli.cosine(array("f", [0, -1]), array("f", [0, 1])))
-
-    # -- vectors, continued
 
     @staticmethod
     def vectors(count, dimensions, seed=1):
@@ -2779,7 +2744,6 @@ class TestCodeIndex(Case):
             segments.append((first + start, b"".join(map(paicli.sketch, vectors[start:start + size]))))
             start += size
         return paicli.SketchIndex(segments, (len(vectors[0]) + 7) // 8)
-
 
     def test_a_sketch_has_a_bit_for_each_sign(self):
         self.assertEqual(b"\xb7", paicli.sketch(array("f", [0.1, -2, 3, 4, -5, 6, 7, 8])))
@@ -2812,6 +2776,39 @@ class TestCodeIndex(Case):
                 self.assertLess(len(near), count / 2)
                 self.assertTrue(all(abs(exact[n] - near[n]) < 1e-5 for n in near))
             self.assertGreaterEqual(sum(found) / len(found), 0.985)
+
+
+class TestCodeIndex(Case):
+    """Section 17.  Three stars of three."""
+
+    AGENT = ("package a;\n\npublic class Agent extends Base {\n    /** Asks the model for one reply. */\n    String queryModel(String text) {\n"
+             "        return client.send(text);\n    }\n\n    void parseHttpHeader(String line) {\n        split(line);\n    }\n\n"
+             "    void first() { queryModel(\"\"); }\n}\n")
+
+    class Embedder:
+        """Vectors by hand: what a text has of some words."""
+        label = "hand:1"
+
+        def __init__(self, *words):
+            self.words, self.asked = words, []
+
+        def embed(self, texts, cancel=None):
+            self.asked += texts
+            return [array("f", [float(w in t.lower()) / (sum(x in t.lower() for x in self.words) or 1) ** 0.5 for w in self.words]
+                                + [0.0] * (-len(self.words) % 8)) for t in texts]
+
+    def index(self, embedder=None, root="code", **options):
+        index = paicli.CodeIndex(self.path("rag/codebase.db"), self.path(root), embedder, **options)
+        self.stack.callback(index.close)
+        return index
+
+    def built(self, embedder=None):
+        self.write("code/src/Agent.java", self.AGENT)
+        self.write("code/src/Other.java", "class Other extends Agent {\n    void readFile() { queryModel(path); }\n    void first() { }\n}\n")
+        self.write("code/notes.md", "# Notes\n\nHow the cache works.\n")
+        index = self.index(embedder)
+        self.stats = index.build()
+        return index
 
     # -- the index
 
@@ -3116,6 +3113,19 @@ class TestCommands(Case):
         self.assertEqual("  2. fact (everywhere): I am Ana", paicli.list_facts(app, ""))
         for command, wrong in ((paicli.save_fact, ""), (paicli.save_fact, "--global"), (paicli.forget_fact, "9"), (paicli.forget_fact, "")):
             self.raises(paicli.ConfigError, "usage: /", command, app, wrong)
+
+    def test_code_is_indexed_searched_and_drawn(self):
+        app = self.app()
+        self.raises(paicli.ToolError, "not indexed yet: type /index", paicli.run_command, app, "/search read file")
+        self.write("code/A.java", "class A extends B {\n    void readFile() { open(); }\n}\n")
+        for n in range(22):
+            self.write(f"code/{n}.py", "def broken(:\n")
+        text = paicli.run_command(app, "/index code")
+        self.assertRegex(text, r"(?s)^⚠️ 0.py: line 1: .*\n⚠️ and 2 more\n✅ .*code: 23 files \(23 read, 0 gone\), 24 chunks, 3 relations, [\d.]+ s$")
+        self.assertIn("█" * 20 + " 23 of 23 files, 24 chunks", app.events.get_nowait()["text"])
+        self.assertRegex(paicli.run_command(app, "/search read file"), r"\n1. method A.readFile\(\)   A.java:2   1.00\n")
+        self.assertRegex(paicli.run_command(app, "/graph A"), r"contains --> A.readFile\n(.|\n)*A.readFile └── calls --> open$")
+        self.raises(paicli.ConfigError, "there is no folder .*nowhere", paicli.run_command, app, "/index nowhere")
 
     def test_files_named_with_an_at_sign_join_the_message(self):
         files = paicli.FileTools(paicli.Workspace(self.folder))
