@@ -6,6 +6,7 @@
 To learn by doing, write a section yourself:
 
     python test_paicli.py blank agent              writes exercise_agent.py: that section, bodies gone
+    python test_paicli.py blank embeddings cosine  or only these bodies of it
     python test_paicli.py check agent              tests it inside the rest of paicli, first failure first
 
 Edit only exercise_*.py.  The answers are in paicli.py; look after trying.
@@ -493,6 +494,17 @@ class TestTheBook(unittest.TestCase):
             compile(blanked, one.slug, "exec")
             self.assertIn(f"exercise {one.number}: ", blanked)
             self.assertEqual([], [line for line in blanked.split("\n") if len(line) > 110])
+
+    def test_an_exercise_can_be_one_function(self):
+        with tempfile.TemporaryDirectory() as folder:
+            def run(*argv):
+                return subprocess.run([sys.executable, str(HERE / "test_paicli.py"), *argv], cwd=folder, stdin=subprocess.DEVNULL,
+                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
+            self.assertRegex(run("blank", "embeddings", "cosin").stderr, "no cosin; there are OpenAIEmbedder.embed, .*cosine")
+            self.assertEqual(0, run("blank", "embeddings", "cosine").returncode)
+            text = pathlib.Path(folder, "exercise_embeddings.py").read_text(encoding="utf-8")
+            self.assertEqual(["16: cosine"], re.findall(r'NotImplementedError\("exercise (.+)"\)', text))
+            self.assertRegex(run("check", "embeddings").stderr, r"(?s)NotImplementedError: exercise 16: cosine\n.*\nRan .*FAILED")
 
 
 # ---- 1 ---------------------------------------------------------------------------------------------
@@ -3560,13 +3572,15 @@ def load_tests(_loader, _tests, _pattern):
     return suite(lessons())
 
 
-def blank(slug):
-    """Write exercise_<slug>.py into this folder; never over a learner's work."""
+def blank(slug, *names):
+    """Write exercise_<slug>.py into this folder, all bodies gone or those of `names`; never over a learner's work."""
     one = section(slug)
-    path = f"exercise_{one.slug}.py"
+    path, known = f"exercise_{one.slug}.py", [name for name, _ in functions(one) if not name.endswith("__init__")]
+    if set(names) - set(known):
+        sys.exit(f"no {', '.join(set(names) - set(known))}; there are {', '.join(known)}")
     try:
         with open(path, "x", encoding="utf-8") as f:
-            f.write(copy_of(one, lambda name: not name.endswith("__init__")))
+            f.write(copy_of(one, (names or known).__contains__))
     except FileExistsError:
         sys.exit(f"{path} is there already: move it away, or go on with it")
     print(f"Wrote {path}: fill it in, then: python test_paicli.py check {one.slug}")
