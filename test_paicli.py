@@ -6,6 +6,7 @@
 To learn by doing, write a section yourself:
 
     python test_paicli.py blank agent              writes exercise_agent.py: that section, bodies gone
+    python test_paicli.py blank embeddings cosine  or only these bodies of it
     python test_paicli.py check agent              tests it inside the rest of paicli, first failure first
 
 Edit only exercise_*.py.  The answers are in paicli.py; look after trying.
@@ -493,6 +494,17 @@ class TestTheBook(unittest.TestCase):
             compile(blanked, one.slug, "exec")
             self.assertIn(f"exercise {one.number}: ", blanked)
             self.assertEqual([], [line for line in blanked.split("\n") if len(line) > 110])
+
+    def test_an_exercise_can_be_one_function(self):
+        with tempfile.TemporaryDirectory() as folder:
+            def run(*argv):
+                return subprocess.run([sys.executable, str(HERE / "test_paicli.py"), *argv], cwd=folder, stdin=subprocess.DEVNULL,
+                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
+            self.assertRegex(run("blank", "embeddings", "cosin").stderr, "no cosin; there are OpenAIEmbedder.embed, .*cosine")
+            self.assertEqual(0, run("blank", "embeddings", "cosine").returncode)
+            text = pathlib.Path(folder, "exercise_embeddings.py").read_text(encoding="utf-8")
+            self.assertEqual(["16: cosine"], re.findall(r'NotImplementedError\("exercise (.+)"\)', text))
+            self.assertRegex(run("check", "embeddings").stderr, r"(?s)NotImplementedError: exercise 16: cosine\n.*\nRan .*FAILED")
 
 
 # ---- 1 ---------------------------------------------------------------------------------------------
@@ -2727,46 +2739,11 @@ class TestEmbeddings(Case):
         self.write(".env", "EMBEDDING_BASE_URL=http://evil.example\n")
         self.raises(paicli.ConfigError, "needs your trust", self.choose, EMBEDDING_PROVIDER="ollama")
 
-
-class TestCodeIndex(Case):
-    """Section 17.  Three stars of three."""
-
-    AGENT = ("package a;\n\npublic class Agent extends Base {\n    /** Asks the model for one reply. */\n    String queryModel(String text) {\n"
-             "        return client.send(text);\n    }\n\n    void parseHttpHeader(String line) {\n        split(line);\n    }\n\n"
-             "    void first() { queryModel(\"\"); }\n}\n")
-
-    class Embedder:
-        """Vectors by hand: what a text has of some words."""
-        label = "hand:1"
-
-        def __init__(self, *words):
-            self.words, self.asked = words, []
-
-        def embed(self, texts, cancel=None):
-            self.asked += texts
-            return [array("f", [float(w in t.lower()) / (sum(x in t.lower() for x in self.words) or 1) ** 0.5 for w in self.words]
-                                + [0.0] * (-len(self.words) % 8)) for t in texts]
-
-    def index(self, embedder=None, root="code", **options):
-        index = paicli.CodeIndex(self.path("rag/codebase.db"), self.path(root), embedder, **options)
-        self.stack.callback(index.close)
-        return index
-
-    def built(self, embedder=None):
-        self.write("code/src/Agent.java", self.AGENT)
-        self.write("code/src/Other.java", "class Other extends Agent {\n    void readFile() { queryModel(path); }\n    void first() { }\n}\n")
-        self.write("code/notes.md", "# Notes\n\nHow the cache works.\n")
-        index = self.index(embedder)
-        self.stats = index.build()
-        return index
-
     # -- vectors
 
     def test_the_cosine_of_two_vectors_is_their_dot_product(self):
         self.assertAlmostEqual(0.6, paicli.cosine([0.6, 0.8], [1.0, 0.0]))
         self.assertAlmostEqual(-1.0, paicli.cosine(array("f", [0, -1]), array("f", [0, 1])))
-
-    # -- vectors, continued
 
     @staticmethod
     def vectors(count, dimensions, seed=1):
@@ -2784,7 +2761,6 @@ class TestCodeIndex(Case):
             segments.append((first + start, b"".join(map(paicli.sketch, vectors[start:start + size]))))
             start += size
         return paicli.SketchIndex(segments, (len(vectors[0]) + 7) // 8)
-
 
     def test_a_sketch_has_a_bit_for_each_sign(self):
         self.assertEqual(b"\xb7", paicli.sketch(array("f", [0.1, -2, 3, 4, -5, 6, 7, 8])))
@@ -2817,6 +2793,39 @@ class TestCodeIndex(Case):
                 self.assertLess(len(near), count / 2)
                 self.assertTrue(all(abs(exact[n] - near[n]) < 1e-5 for n in near))
             self.assertGreaterEqual(sum(found) / len(found), 0.985)
+
+
+class TestCodeIndex(Case):
+    """Section 17.  Three stars of three."""
+
+    AGENT = ("package a;\n\npublic class Agent extends Base {\n    /** Asks the model for one reply. */\n    String queryModel(String text) {\n"
+             "        return client.send(text);\n    }\n\n    void parseHttpHeader(String line) {\n        split(line);\n    }\n\n"
+             "    void first() { queryModel(\"\"); }\n}\n")
+
+    class Embedder:
+        """Vectors by hand: what a text has of some words."""
+        label = "hand:1"
+
+        def __init__(self, *words):
+            self.words, self.asked = words, []
+
+        def embed(self, texts, cancel=None):
+            self.asked += texts
+            return [array("f", [float(w in t.lower()) / (sum(x in t.lower() for x in self.words) or 1) ** 0.5 for w in self.words]
+                                + [0.0] * (-len(self.words) % 8)) for t in texts]
+
+    def index(self, embedder=None, root="code", **options):
+        index = paicli.CodeIndex(self.path("rag/codebase.db"), self.path(root), embedder, **options)
+        self.stack.callback(index.close)
+        return index
+
+    def built(self, embedder=None):
+        self.write("code/src/Agent.java", self.AGENT)
+        self.write("code/src/Other.java", "class Other extends Agent {\n    void readFile() { queryModel(path); }\n    void first() { }\n}\n")
+        self.write("code/notes.md", "# Notes\n\nHow the cache works.\n")
+        index = self.index(embedder)
+        self.stats = index.build()
+        return index
 
     # -- the index
 
@@ -3128,6 +3137,7 @@ class TestCommands(Case):
         app = self.app()
         self.write("code/Agent.java", "class Agent extends Base {\n    class Part { Part() { } }\n    void parseHeader() { split(); }\n}\n")
         self.write("code/bad.py", "def f(:\n")
+        self.raises(paicli.ToolError, "not indexed yet: type /index", paicli.run_command, app, "/search read file")
         self.raises(paicli.ConfigError, "there is no folder .*nowhere", paicli.run_command, app, "/index nowhere")
         text = paicli.run_command(app, "/index code")
         self.assertRegex(text, r"^⚠️ bad.py: line 1: .*\n✅ .*code\n   2 files \(2 read, 0 gone\), 5 chunks, 5 relations, ")
@@ -3138,6 +3148,11 @@ class TestCommands(Case):
         self.assertIn("Agent.Part └── contains --> Agent.Part.Part", paicli.run_command(app, "/graph Part"))
         for name, usage in (("/search", "QUERY"), ("/graph", "NAME")):
             self.raises(paicli.ConfigError, f"usage: {name} {usage}", paicli.run_command, app, name)
+
+    def test_of_many_warnings_some_are_shown(self):
+        for n in range(22):
+            self.write(f"code/{n}.py", "def broken(:\n")
+        self.assertRegex(paicli.run_command(self.app(), "/index code"), r"(?s)^⚠️ 0.py: line 1: .*\n⚠️ and 2 more\n✅ ")
 
     def test_files_named_with_an_at_sign_join_the_message(self):
         files = paicli.FileTools(paicli.Workspace(self.folder))
@@ -3581,13 +3596,15 @@ def load_tests(_loader, _tests, _pattern):
     return suite(lessons())
 
 
-def blank(slug):
-    """Write exercise_<slug>.py into this folder; never over a learner's work."""
+def blank(slug, *names):
+    """Write exercise_<slug>.py into this folder, all bodies gone or those of `names`; never over a learner's work."""
     one = section(slug)
-    path = f"exercise_{one.slug}.py"
+    path, known = f"exercise_{one.slug}.py", [name for name, _ in functions(one) if not name.endswith("__init__")]
+    if set(names) - set(known):
+        sys.exit(f"no {', '.join(set(names) - set(known))}; there are {', '.join(known)}")
     try:
         with open(path, "x", encoding="utf-8") as f:
-            f.write(copy_of(one, lambda name: not name.endswith("__init__")))
+            f.write(copy_of(one, (names or known).__contains__))
     except FileExistsError:
         sys.exit(f"{path} is there already: move it away, or go on with it")
     print(f"Wrote {path}: fill it in, then: python test_paicli.py check {one.slug}")
