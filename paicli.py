@@ -4334,9 +4334,9 @@ class CodeIndex:
         """
         id_, last = self._meta()[0], name.rpartition(".")[2]
         known = [full for full, in self._store().run(
-            "SELECT from_name FROM code_relations WHERE project_id = ?1 UNION SELECT to_name FROM "
-            "code_relations WHERE project_id = ?1 AND kind = 'contains'", id_)
-            if f".{full}".endswith("." + name)]
+            "SELECT from_name FROM code_relations WHERE project_id = ?1 AND "
+            "'.' || from_name GLOB '*.' || ?2 UNION SELECT to_name FROM code_relations WHERE "
+            "project_id = ?1 AND '.' || to_name GLOB '*.' || ?2 AND kind = 'contains'", id_, name)]
         shortest = min(known, key=len, default=name)      # not its constructor, Agent.Part.Part
         if shortest != name and not all(f"{full}.".startswith(shortest + ".") for full in known):
             raise ToolError(f"there are several: {clip(', '.join(known), 2000)}")
@@ -4357,9 +4357,12 @@ class CodeIndex:
         is_same = label == (self.embedder.label if self.embedder else "")
         if n_stale > MAX_STALE or n_stale and not is_same:
             return f"{n_stale} files have changed since /index: run it again"
-        if n_stale:
-            self.build(cancel=cancel)
-        return ""
+        try:
+            if n_stale:
+                self.build(cancel=cancel)
+            return ""
+        except ModelError as e:          # no vectors now, but the search by words goes on
+            return f"{n_stale} files have changed since /index, and can't be read again: {e}"
 
 
 # ---- for people and for models

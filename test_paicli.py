@@ -2899,6 +2899,17 @@ class TestCodeIndex(Case):
         self.assertEqual([], self.index().search("login"))                    # words only
         self.assertEqual("Agent.parseHttpHeader(String)", index.search("split")[0].name)
 
+    def test_without_its_server_an_index_with_vectors_is_searched_by_words(self):
+        index = self.built(self.Embedder("send"))
+        self.write("code/New.java", "class New { void brandNewThing() { } }")
+
+        def is_down(texts, cancel=None):
+            raise paicli.ModelError("no answer from 127.0.0.1")
+        index.embedder.embed = is_down
+        text = paicli.CodeTools(index).search_code("parse http header")
+        self.assertRegex(text, r"(?s)^Most relevant: Agent.parseHttpHeader.*\n1 files have changed since /index, and can't be read again: no answer"
+                               r".*\nsearched by words alone: no answer from 127.0.0.1$")
+
     def test_another_embedder_or_dimension_makes_a_new_index(self):
         embedder = self.Embedder("send", "split")
         index = self.built(embedder)
