@@ -4256,26 +4256,25 @@ class CodeIndex:
         vectors = [None] * len(chunks)
         if self.embedder:
             vectors = self.embedder.embed([embedding_text(c) for c in chunks], cancel)
-        store = self._store()
-        with store.transaction() as run:
+        insert = self._store().insert
+        with self._store().transaction() as run:
             for path in outdated:
                 self._forget(run, id_, path)
             n, = run("SELECT coalesce(max(id), 0) + 1 FROM code_chunks").fetchone()
+            insert("code_chunks", [(i, id_, *chunk, vector and vector.tobytes())
+                                   for i, (chunk, vector) in enumerate(zip(chunks, vectors), n)])
+            insert(f"terms_{id_}(rowid, {FIELDS})",
+                   [(i, *fields(chunk)) for i, chunk in enumerate(chunks, n)])
+            insert("code_relations", [(id_, f.path, *r) for f in files for r in f.relations])
             for f in files:
+                size, mtime_ns = f.stat.st_size, f.stat.st_mtime_ns
                 if f.chunks is None:
                     run("UPDATE files SET size = ?, mtime_ns = ? WHERE project_id = ? AND "
-                        "file_path = ?", f.stat.st_size, f.stat.st_mtime_ns, id_, f.path)
+                        "file_path = ?", size, mtime_ns, id_, f.path)
                     continue
                 mine, vectors = vectors[:len(f.chunks)], vectors[len(f.chunks):]
                 sketches = b"".join(map(sketch, filter(None, mine)))
-                store.insert("files", [(id_, f.path, f.digest, f.stat.st_size, f.stat.st_mtime_ns,
-                                        n, sketches)])
-                store.insert("code_chunks", [
-                    (i, id_, *chunk, vector and vector.tobytes())
-                    for i, (chunk, vector) in enumerate(zip(f.chunks, mine), n)])
-                store.insert(f"terms_{id_}(rowid, {FIELDS})",
-                             [(i, *fields(chunk)) for i, chunk in enumerate(f.chunks, n)])
-                store.insert("code_relations", [(id_, f.path, *r) for r in f.relations])
+                insert("files", [(id_, f.path, f.digest, size, mtime_ns, n, sketches)])
                 n += len(f.chunks)
             run("UPDATE meta SET indexed_at = ? WHERE id = ?", time.time(), id_)
 
