@@ -2629,7 +2629,7 @@ class Store:
         import sqlite3
         if path != ":memory:":
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-        self._lock = threading.RLock()
+        self._lock, self._path = threading.RLock(), path
         self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
         with contextlib.suppress(sqlite3.OperationalError):         # not on a network drive
             self._db.execute("PRAGMA journal_mode=WAL")
@@ -2650,8 +2650,8 @@ class Store:
                 with self._db:                            # commits, or rolls back
                     self._db.execute("BEGIN IMMEDIATE")
                     yield lambda sql, *values: self._db.execute(sql, values)
-            except sqlite3.Error as e:                    # the disk is full, say
-                raise PaiError(f"the conversation can't be stored: {e}") from e
+            except (sqlite3.Error, UnicodeError) as e:    # the disk is full, say
+                raise PaiError(f"{self._path} can't be read or stored: {e}") from e
 
     def insert(self, table: str, rows: list[tuple]) -> None:
         """Insert rows; to be used within a transaction."""
@@ -3112,8 +3112,8 @@ def _blanks(text):
 
 def _decode_escapes(line):
     """Replace \\u007b by { and so on; blanks at the end keep the length."""
-    return re.sub(r"\\(?:\\|u+([0-9a-fA-F]{4}))", lambda match: match[0] if not match[1] else
-                  chr(int(match[1], 16)).replace("\n", "\r"), line).ljust(len(line))
+    return clean(re.sub(r"\\(?:\\|u+([0-9a-fA-F]{4}))", lambda match: match[0] if not match[1] else
+                        chr(int(match[1], 16)).replace("\n", "\r"), line)).ljust(len(line))
 
 
 def java_tokens(text: str) -> list[str]:
@@ -3447,7 +3447,7 @@ def ignore_rule(line: str, folder: str = "") -> tuple[str, bool]:
     def meaning(match):
         glob = match[0]
         if glob[0] == "[" and glob[1:]:
-            return glob.replace("[!", "[^")
+            return "[" + glob[1:].replace("[", r"\[").replace("!", "^", glob[1] == "!")
         return {"**/": "(?:.*/)?", "/**": "/.+", "*": "[^/]*", "?": "[^/]"}.get(
             glob, re.escape(glob[-1]))
     path = line.lstrip("!").rstrip("/")
@@ -3457,15 +3457,18 @@ def ignore_rule(line: str, folder: str = "") -> tuple[str, bool]:
     return re.escape(folder) + anywhere + regex + end, not line.startswith("!")
 
 
-def source_files(root: str) -> Iterator[tuple[str, os.stat_result]]:
+def source_files(root: str, cancel: Cancel | None = None) -> Iterator[tuple[str, os.stat_result]]:
     """Yield (path, stat) of each file worth searching below root; paths are relative, with /."""
     todo = [("", ())]                    # folders to look into, and the rules that hold there
     while todo:
+        (cancel or Cancel()).check()
         folder, rules = todo.pop()
         lines = read_text(os.path.join(root, folder, ".gitignore")).split("\n")
-        mine = [ignore_rule(line.strip(), folder) for line in lines
-                if line.strip() and not line.startswith("#")]
-        rules = (*((re.compile(regex), excludes) for regex, excludes in reversed(mine)), *rules)
+        for line in lines:
+            with contextlib.suppress(re.error):           # [z-a] matches nothing
+                regex, excludes = ignore_rule(line.strip(), folder)
+                if line.strip() and not line.startswith("#"):
+                    rules = ((re.compile(regex), excludes), *rules)
         with contextlib.suppress(OSError):                # a folder that is not ours to read
             for entry in sorted(os.scandir(os.path.join(root, folder)), key=lambda e: e.name):
                 is_folder = entry.is_dir(follow_symlinks=False)
@@ -3474,8 +3477,10 @@ def source_files(root: str) -> Iterator[tuple[str, os.stat_result]]:
                     continue
                 if is_folder and _is_worth_a_look(path):
                     todo.append((path, rules))
-                elif entry.is_file(follow_symlinks=False) and path.endswith(SOURCE_SUFFIXES):
-                    yield path, entry.stat(follow_symlinks=False)
+                elif (entry.is_file(follow_symlinks=False) and path.endswith(SOURCE_SUFFIXES)
+                      and path == clean(path)):           # a name that is no Unicode can't be kept
+                    with contextlib.suppress(OSError):    # gone a moment later
+                        yield path, entry.stat(follow_symlinks=False)
 
 
 def _is_worth_a_look(folder):
@@ -3508,27 +3513,27 @@ def _java_parts(path, text):
 def _python_parts(path, text):
     import ast
     import warnings
+    parts, relations, error = [], [], ""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")               # about escapes like "\d", on stderr
             tree = ast.parse(text)
+        for name, node in _definitions(tree.body):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            if "." in name:
+                relations.append(Relation(name.rpartition(".")[0], "contains", name))
+            if isinstance(node, ast.ClassDef):
+                parts.append(("class", name, first, node.end_lineno))
+                relations += [Relation(name, "extends", ast.unparse(b)) for b in node.bases]
+            else:
+                names = ", ".join(a.arg for a in node.args.args)
+                parts.append(("method", f"{name}({names})", first, node.end_lineno))
+                called = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
+                names = [getattr(f, "attr", getattr(f, "id", "")) for f in called]
+                relations += [Relation(name, "calls", other) for other in filter(None, names)]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        return [], [], f"line {getattr(e, 'lineno', 1)}: {getattr(e, 'msg', e)}"
-    parts, relations = [], []
-    for name, node in _definitions(tree.body):
-        first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-        if "." in name:
-            relations.append(Relation(name.rpartition(".")[0], "contains", name))
-        if isinstance(node, ast.ClassDef):
-            parts.append(("class", name, first, node.end_lineno))
-            relations += [Relation(name, "extends", ast.unparse(base)) for base in node.bases]
-        else:
-            names = ", ".join(a.arg for a in node.args.args)
-            parts.append(("method", f"{name}({names})", first, node.end_lineno))
-            called = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
-            names = [getattr(f, "attr", getattr(f, "id", "")) for f in called]
-            relations += [Relation(name, "calls", other) for other in filter(None, names)]
-    return parts, relations, ""
+        error = f"line {getattr(e, 'lineno', 0) or 1}: {getattr(e, 'msg', e)}"
+    return parts, relations, error
 
 
 def _definitions(body, owner=""):
@@ -3579,6 +3584,8 @@ def _comment_above(lines, first):
     if above and lines[above - 1].rstrip().endswith("*/"):
         while above and "/*" not in lines[above - 1]:
             above -= 1
+            if above and "*/" in lines[above - 1]:        # that is another one's end
+                return first
         return above or first
     while above and lines[above - 1].lstrip().startswith(("//", "#")):
         above -= 1
@@ -3622,6 +3629,7 @@ def embedding_text(chunk: Chunk) -> str:
 # Simplified: search engines learn synonyms and translations from data.
 # Tests: TestSearchTerms (exercise, 1 of 3 stars).
 
+MAX_QUERY_CHARS = 2000
 SYNONYM_WEIGHT, TRANSLATION_WEIGHT = 0.4, 0.5       # the latter of a line's second, third word
 # What is no part of a word becomes a blank: three times as fast as a regular expression.
 _WORD_BYTES = bytes(b if b > 127 or chr(b).isalnum() or b in b"_\0" else 32 for b in range(256))
@@ -3761,6 +3769,7 @@ def _glossary():
 
 def query_terms(query: str) -> list[dict[str, float]]:
     """Return for each word of a question the terms that can stand for it, with their weights."""
+    query = query[:MAX_QUERY_CHARS]
     roots, synonyms = _glossary()
     longest = "|".join(sorted(roots, key=len, reverse=True))
     is_english = not STOP_WORDS.isdisjoint(query.lower().split())
@@ -4010,7 +4019,7 @@ FIELDS = "name, class, path, signature, prose, body"
 FIELD_WEIGHTS = (5, 4, 0.5, 3, 0.5, 0.5)                  # a word in the name says most
 CANDIDATES = 300                         # so many chunks FTS5 finds, for rank() to put in order
 # Comments and string literals of Java and Python; a # stands in no Java code.
-_PROSE = r'(/(?:/[^\n]*|\*[^*]*(?:\*(?!/)[^*]*)*\*/)|"[^"\n]*"|#[^\n]*)'
+_PROSE = r'(/(?:/[^\n]*|\*[^*]*(?:\*(?!/)[^*]*)*(?:\*/|\Z))|"[^"\n]*"|#[^\n]*)'
 
 
 # ---- ranking
@@ -4018,10 +4027,10 @@ _PROSE = r'(/(?:/[^\n]*|\*[^*]*(?:\*(?!/)[^*]*)*\*/)|"[^"\n]*"|#[^\n]*)'
 def fields(chunk: Chunk) -> list[str]:
     """Return the terms of a chunk for each of FIELDS: ["reply", "chat model", ...]."""
     owner, _, name = chunk.name.partition("(")[0].rpartition(".")
-    parts = re.split(_PROSE, chunk.text)
+    parts = re.split(_PROSE, chunk.text.replace("\0", " "))
     signature, body = "", " ".join(parts[::2])
     if chunk.kind != "file":
-        signature, body = re.split(r"[{;]|:\n|\Z", body, 1)
+        signature, body = re.split(r"[{;]|:\n|\Z", body, maxsplit=1)
     path = os.path.splitext(chunk.path)[0].rpartition("/java/")[2]
     texts = (name, owner, path, signature, " ".join(parts[1::2]), body)
     *short, prose, body = _joined_terms(" \0 ".join(texts)).split("\0")
@@ -4121,7 +4130,6 @@ class _Read(NamedTuple):
     path: str
     stat: os.stat_result
     digest: str = ""
-    is_known: bool = False               # an older version is in the index
     chunks: list | None = ()
     relations: list = ()
     error: str = ""
@@ -4129,7 +4137,7 @@ class _Read(NamedTuple):
 
 def _read_file(root, path, stat_, known, mask):
     """-> _Read; known is what the index has of the file, [size, mtime, hash], or None."""
-    read = _Read(path, stat_, is_known=bool(known))
+    read = _Read(path, stat_)
     try:
         if stat_.st_size > MAX_SOURCE_BYTES:
             raise ToolError(f"it has over {MAX_SOURCE_BYTES >> 20} MB")
@@ -4171,8 +4179,9 @@ class CodeIndex:
             raise ConfigError("code search needs an SQLite with FTS5, and this Python has none: "
                               "use another one, from python.org, say")
         # The search follows the folder that was indexed last from here, or that this one is in.
-        last = store.run("SELECT project_path FROM meta WHERE indexed_from = ?1 OR ?1 || '/' LIKE "
-                         "project_path || '/%' ORDER BY indexed_at DESC LIMIT 1", self.home)
+        last = store.run("SELECT project_path FROM meta WHERE indexed_from = ?1 OR ?1 || '/' "
+                         "BETWEEN project_path || '/' AND project_path || '0' "    # 0 follows /
+                         "ORDER BY indexed_at DESC LIMIT 1", self.home)
         self.root = last[0][0] if last else self.root
         return store
 
@@ -4202,7 +4211,7 @@ class CodeIndex:
         """
         cancel, began, n_chunks, job = cancel or Cancel(), time.monotonic(), 0, None
         id_, warnings = self._begin(cancel)
-        known, found, changed, gone = self._changes()
+        known, found, changed, gone = self._changes(cancel)
         with self._store().transaction() as run:
             for path in gone:
                 self._forget(run, id_, path)
@@ -4226,13 +4235,15 @@ class CodeIndex:
         return IndexStats(len(found), len(changed), len(changed), len(gone), n_chunks,
                           n_relations, time.monotonic() - began, tuple(warnings))
 
-    def _changes(self):
+    def _changes(self, cancel):
         """-> ({path: [size, mtime, hash] that are known}, {path: stat of the files there are},
         which of these are new or changed, which of the known are gone)"""
+        if not os.path.isdir(self.root):                  # or all would be forgotten
+            raise ToolError(f"{self.root} is no longer there; /index PATH turns to another folder")
         known = {path: kept for path, *kept in self._store().run(
             "SELECT file_path, size, mtime_ns, hash FROM files WHERE project_id = ?",
             self._meta()[0])}
-        found = dict(source_files(self.root))
+        found = dict(source_files(self.root, cancel))
         changed = [path for path, s in found.items()
                    if path not in known or known[path][:2] != [s.st_size, s.st_mtime_ns]]
         return known, found, changed, [path for path in known if path not in found]
@@ -4251,8 +4262,8 @@ class CodeIndex:
                 self.root, label, dimension)
             run("UPDATE meta SET indexed_from = ?, indexed_at = ? WHERE project_path = ?",
                 self.home, time.time(), self.root)
-        id_ = self._meta()[0]
-        self._store().run(f"CREATE VIRTUAL TABLE IF NOT EXISTS terms_{id_} USING fts5({FIELDS})")
+            id_, = run("SELECT id FROM meta WHERE project_path = ?", self.root).fetchone()
+            run(f"CREATE VIRTUAL TABLE IF NOT EXISTS terms_{id_} USING fts5({FIELDS})")
         return id_, notices
 
     def clear(self) -> None:
@@ -4278,7 +4289,8 @@ class CodeIndex:
                     run("UPDATE files SET size = ?, mtime_ns = ? WHERE project_id = ? AND "
                         "file_path = ?", f.stat.st_size, f.stat.st_mtime_ns, id_, f.path)
                     continue
-                if f.is_known:
+                if run("SELECT 1 FROM files WHERE project_id = ? AND file_path = ?",
+                       id_, f.path).fetchone():           # now: another process may be faster
                     self._forget(run, id_, f.path)
                 mine, vectors = vectors[:len(f.chunks)], vectors[len(f.chunks):]
                 sketches = b"".join(map(sketch, filter(None, mine)))
@@ -4314,13 +4326,13 @@ class CodeIndex:
         rows = word_candidates(self._store().run, f"terms_{id_}", wanted, cosines)
         hits, n_of = [], collections.Counter()
         for score, chunk_id in rank(wanted, rows, cosines):
-            (path, *chunk), = self._store().run(
-                "SELECT file_path, chunk_type, name, start_line, end_line, content "
-                "FROM code_chunks WHERE id = ?", chunk_id)
-            n_of[path] += 1
-            if n_of[path] <= 2:
-                hits.append(Hit(path, *chunk, score))
-            if len(hits) == top_k:
+            for path, *chunk in self._store().run(        # none, if it was just forgotten
+                    "SELECT file_path, chunk_type, name, start_line, end_line, content "
+                    "FROM code_chunks WHERE id = ?", chunk_id):
+                n_of[path] += 1
+                if n_of[path] <= 2:
+                    hits.append(Hit(path, *chunk, score))
+            if len(hits) >= top_k:
                 break
         return hits
 
@@ -4330,7 +4342,7 @@ class CodeIndex:
         self.trouble, vector = "", []
         if self.embedder and made_by[0] == self.embedder.label:
             try:
-                vector = self.embedder.embed([query], cancel)[0]
+                vector = self.embedder.embed([self._mask(query)], cancel)[0]
             except ModelError as e:
                 self.trouble = f"searched by words alone: {e}"
         if not vector or len(vector) != made_by[1]:
@@ -4357,8 +4369,9 @@ class CodeIndex:
         name = name if name in known or not known else known[0]
         rows = self._store().run(
             "SELECT DISTINCT from_name, kind, to_name FROM code_relations WHERE project_id = ?1 "
-            "AND (from_name = ?2 OR from_name LIKE ?2 || '.%' OR to_name IN (?2, ?3) AND "
-            "kind <> 'contains') ORDER BY from_name <> ?2 AND from_name NOT LIKE ?2 || '.%', "
+            "AND (from_name = ?2 OR from_name BETWEEN ?2 || '.' AND ?2 || '/' OR "
+            "to_name IN (?2, ?3) AND kind <> 'contains') ORDER BY from_name <> ?2 AND "
+            "from_name NOT BETWEEN ?2 || '.' AND ?2 || '/', "                # / comes after .
             "from_name <> ?2, from_name, kind, to_name", id_, name, last)
         if not rows:
             raise ToolError(f"nothing is known of {name}; /index reads what is new")
@@ -4367,13 +4380,16 @@ class CodeIndex:
     def refresh(self, cancel: Cancel | None = None) -> str:
         """Read again what has changed, if that is little; return what the person should know."""
         id_, _, label, _ = self._meta()
-        _, _, changed, gone = self._changes()
+        _, _, changed, gone = self._changes(cancel)
         n_stale = len(changed) + len(gone) if id_ else 0
         is_same = label == (self.embedder.label if self.embedder else "")
         if n_stale > MAX_STALE or n_stale and not is_same:
             return f"{n_stale} files have changed since /index: run it again"
-        if n_stale:
-            self.build(cancel=cancel)
+        try:
+            if n_stale:
+                self.build(cancel=cancel)
+        except ModelError as e:          # what is there can be searched by words
+            return f"{n_stale} files have changed since /index, and can't be read again: {e}"
         return ""
 
 
@@ -4609,14 +4625,15 @@ def forget_fact(app, arguments: str) -> str:
 def index_folder(app, arguments: str) -> str:
     """[PATH]  Read a folder for /search; the next time, what has changed of it."""
     def on_progress(stats):
-        n_full = 20 * stats.done // stats.changed
-        app.events.put({"type": "wait", "text": "📚 " + "█" * n_full + "░" * (20 - n_full) + (
+        n_full = 10 * stats.done // stats.changed         # in narrow signs, see fit()
+        app.events.put({"type": "wait", "text": "📚 " + "#" * n_full + "·" * (10 - n_full) + (
             f" {stats.done} of {stats.changed} files, {stats.chunks} chunks, "
             f"{stats.done / max(stats.seconds, 0.01):.0f} files/s")})
     root = os.path.join(app.config.cwd, os.path.expanduser(arguments))
     if not os.path.isdir(root):
         raise ConfigError(f"there is no folder {root}")
     app.index.use(root)
+    app.events.put({"type": "wait", "text": f"📚 {root}"})
     stats = app.index.build(on_progress, app.cancel)
     lines = [f"⚠️ {visible(warning)}" for warning in stats.warnings[:20]]
     lines += [f"⚠️ and {len(stats.warnings) - 20} more"] * (len(stats.warnings) > 20)
@@ -4822,7 +4839,7 @@ class Screen:
             self.line(line.format(**event), style)
         getattr(self, "_on_" + kind, lambda event: None)(event)
 
-    def tick(self) -> None:
+    def tick(self, event: dict | None = None) -> None:
         """Move the spinner; called some times a second while nothing comes."""
         if self._is_live and self._activity and self._open in ("", "spinner"):
             seconds = int(time.monotonic() - self._since)
@@ -4830,6 +4847,7 @@ class Screen:
             line = fit(f"{mark} {self._activity} {seconds} s", self._columns() - 1)
             print("\r\x1b[K" + self.style("dim", line), end="", file=self.err, flush=True)
             self._open = "spinner"
+    _on_wait = tick                      # where one follows the other, there is no quiet moment
 
     def settle(self) -> None:
         """Take the spinner away, or end an open line."""
@@ -5056,9 +5074,8 @@ def build(config: Config) -> App:
     app.agent = Agent(DemoModel(), toolbox, app.memory, app.on_event, "", config.max_rounds,
                       config.token_budget, config.turn_timeout_s, app.notes, app.compact)
     trust_env(app)
-    app.index = CodeIndex(
-        os.path.join(config.get("PAICLI_RAG_DIR", os.path.join(config.home, "rag")), "codebase.db"),
-        config.cwd, use_embedder(app), app.mask)
+    rag = os.path.expanduser(config.get("PAICLI_RAG_DIR", os.path.join(config.home, "rag")))
+    app.index = CodeIndex(os.path.join(rag, "codebase.db"), config.cwd, use_embedder(app), app.mask)
     toolbox.add(tools_in(CodeTools(app.index)))
     app.notices += [app.use_model(), *load_plugins(app)]
     if config.resume:
@@ -5116,8 +5133,10 @@ def run_line(app: App, screen: Screen, line: str, is_command: bool) -> int:
         job = Job("turn", work)
         draw_until_end(app, screen, cancel)
         error = job.error()
-    if isinstance(error, Cancelled):                      # the stop event has told of it
-        return 130 if app.agent.stop_reason == "cancelled" else 1
+    if isinstance(error, Cancelled):                      # of a turn, the stop event has told
+        if is_command:
+            screen.line(f"⏹️ cancelled {error}")
+        return 130 if is_command or app.agent.stop_reason == "cancelled" else 1
     if error:
         bug = f"a bug in PaiCLI, please report it: {type(error).__name__}: "
         text = str(error) if isinstance(error, PaiError) else f"{bug}{error}"
