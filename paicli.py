@@ -2656,7 +2656,7 @@ class Store:
                 with self._db:                            # commits, or rolls back
                     self._db.execute("BEGIN IMMEDIATE")
                     yield lambda sql, *values: self._db.execute(sql, values)
-            except sqlite3.Error as e:                    # the disk is full, say
+            except (sqlite3.Error, UnicodeError) as e:    # the disk is full, say
                 raise PaiError(f"{self._path} can't be used: {e}") from e
 
     def insert(self, table: str, rows: list[tuple]) -> None:
@@ -3116,8 +3116,8 @@ def _blanks(text):
 
 def _decode_escapes(line):
     """Replace \\u007b by { and so on, but no lines are added; blanks at the end keep the length."""
-    return re.sub(r"\\(?:\\|u+([0-9a-fA-F]{4}))", lambda match: match[0] if not match[1] else
-                  chr(int(match[1], 16)).replace("\n", "\r"), line).ljust(len(line))
+    return clean(re.sub(r"\\(?:\\|u+([0-9a-fA-F]{4}))", lambda match: match[0] if not match[1] else
+                        chr(int(match[1], 16)).replace("\n", "\r"), line)).ljust(len(line))
 
 
 def java_tokens(text: str) -> list[str]:
@@ -3465,10 +3465,11 @@ def ignore_rule(line: str, folder: str = "") -> tuple[re.Pattern, bool]:
     return pattern, not line.startswith("!")
 
 
-def source_files(root: str) -> Iterator[tuple[str, os.stat_result]]:
+def source_files(root: str, cancel: Cancel | None = None) -> Iterator[tuple[str, os.stat_result]]:
     """Yield (path, stat) of each file worth searching below root; paths are relative, with /."""
     todo = [("", ())]                    # folders to look into, and the rules that hold there
     while todo:
+        (cancel or Cancel()).check()
         folder, rules = todo.pop()
         lines = read_text(os.path.join(root, folder, ".gitignore")).split("\n")
         mine = [ignore_rule(line.strip(), folder) for line in lines
@@ -3482,8 +3483,10 @@ def source_files(root: str) -> Iterator[tuple[str, os.stat_result]]:
                     continue
                 if is_folder and _is_worth_a_look(path):
                     todo.append((path, rules))
-                elif entry.is_file(follow_symlinks=False) and path.endswith(SOURCE_SUFFIXES):
-                    yield path, entry.stat(follow_symlinks=False)
+                elif (entry.is_file(follow_symlinks=False) and path.endswith(SOURCE_SUFFIXES)
+                      and path == clean(path)):           # a name that is no Unicode can't be kept
+                    with contextlib.suppress(OSError):    # gone a moment later
+                        yield path, entry.stat(follow_symlinks=False)
 
 
 def _is_worth_a_look(folder):
@@ -3508,24 +3511,24 @@ def _java_parts(text):
 def _python_parts(text):
     import ast
     import warnings
+    parts, error = [], ""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")               # about escapes like "\d", on stderr
             tree = ast.parse(text)
+        for name, node in _definitions(tree.body):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            if isinstance(node, ast.ClassDef):
+                kind, related = "class", {"extends": [ast.unparse(base) for base in node.bases]}
+            else:
+                called = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
+                names = [getattr(f, "attr", getattr(f, "id", "")) for f in called]
+                kind, related = "method", {"calls": filter(None, names)}
+                name += f"({', '.join(a.arg for a in node.args.args)})"
+            parts.append((kind, name, first, node.end_lineno, related))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        return [], f"line {getattr(e, 'lineno', 1)}: {getattr(e, 'msg', e)}"
-    parts = []
-    for name, node in _definitions(tree.body):
-        first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-        if isinstance(node, ast.ClassDef):
-            kind, related = "class", {"extends": map(ast.unparse, node.bases)}
-        else:
-            called = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
-            names = [getattr(f, "attr", getattr(f, "id", "")) for f in called]
-            kind, related = "method", {"calls": filter(None, names)}
-            name += f"({', '.join(a.arg for a in node.args.args)})"
-        parts.append((kind, name, first, node.end_lineno, related))
-    return parts, ""
+        error = f"line {getattr(e, 'lineno', 0) or 1}: {getattr(e, 'msg', e)}"
+    return parts, error
 
 
 def _definitions(body, owner=""):
@@ -3581,6 +3584,8 @@ def _comment_above(lines, first):
     if above and lines[above - 1].rstrip().endswith("*/"):
         while above and "/*" not in lines[above - 1]:
             above -= 1
+            if above and "*/" in lines[above - 1]:        # that is another one's end
+                return first
         return above or first
     while above and lines[above - 1].lstrip().startswith(("//", "#")):
         above -= 1
@@ -3624,6 +3629,7 @@ def embedding_text(chunk: Chunk) -> str:
 # Simplified: search engines learn synonyms and translations from data.
 # Tests: TestSearchTerms (exercise, 1 of 3 stars).
 
+MAX_QUERY_CHARS = 2000
 SYNONYM_WEIGHT, TRANSLATION_WEIGHT = 0.4, 0.5       # the latter of a line's second, third word
 # What is no part of a word becomes a blank: three times as fast as a regular expression.
 _WORD_BYTES = bytes(b if b > 127 or chr(b).isalnum() or b in b"_" else 32 for b in range(256))
@@ -3756,6 +3762,7 @@ def _glossary():
 
 def query_terms(query: str) -> list[dict[str, float]]:
     """Return for each word of a question the terms that can stand for it, with their weights."""
+    query = query[:MAX_QUERY_CHARS]
     roots, synonyms = _glossary()
     longest = "|".join(sorted(roots, key=len, reverse=True))
     is_english = not STOP_WORDS.isdisjoint(query.lower().split())
@@ -4006,7 +4013,7 @@ FIELDS = "name, class, path, signature, prose, body"
 FIELD_WEIGHTS = (5, 4, 0.5, 3, 0.5, 0.5)                  # a word in the name says most
 CANDIDATES = 300                         # so many chunks FTS5 finds, for rank() to put in order
 # Comments and string literals of Java and Python; a # stands in no Java code.
-_PROSE = r'(/(?:/[^\n]*|\*[^*]*(?:\*(?!/)[^*]*)*\*/)|"[^"\n]*"|#[^\n]*)'
+_PROSE = r'(/(?:/[^\n]*|\*[^*]*(?:\*(?!/)[^*]*)*(?:\*/|\Z))|"[^"\n]*"|#[^\n]*)'
 
 
 # ---- ranking
@@ -4014,7 +4021,7 @@ _PROSE = r'(/(?:/[^\n]*|\*[^*]*(?:\*(?!/)[^*]*)*\*/)|"[^"\n]*"|#[^\n]*)'
 def fields(chunk: Chunk) -> list[str]:
     """Return the terms of a chunk for each of FIELDS: ["reply", "chat model", ...]."""
     owner, _, name = chunk.name.partition("(")[0].rpartition(".")
-    parts = re.split(_PROSE, chunk.text)
+    parts = re.split(_PROSE, chunk.text.replace("\0", " "))
     signature, body = "", " ".join(parts[::2])
     if chunk.kind != "file":
         signature, body = re.split(r"[{;]|:\n|\Z", body, maxsplit=1)
@@ -4174,7 +4181,7 @@ class CodeIndex:
         """
         cancel, began = cancel or Cancel(), time.monotonic()
         id_, warnings = self._begin(cancel)
-        known, found, changed, gone = self._changes()
+        known, found, changed, gone = self._changes(cancel)
         stats = IndexStats(len(found), len(changed), 0, len(gone), warnings=warnings)
         size = EMBED_FILES if self.embedder else BATCH_FILES
         job = Job("index", self._keep, id_, [], gone, cancel)
@@ -4183,8 +4190,7 @@ class CodeIndex:
             files = [self._read(path, found[path], known.get(path, [""])[-1])
                      for path in changed[at:at + size]]
             job.wait(cancel)             # one batch is embedded and stored while the next is read
-            outdated = [f.path for f in files if f.path in known and f.chunks is not None]
-            job = Job("index", self._keep, id_, files, outdated, cancel)
+            job = Job("index", self._keep, id_, files, [], cancel)
             stats = stats._replace(
                 done=at + len(files), chunks=stats.chunks + sum(len(f.chunks or ()) for f in files),
                 seconds=time.monotonic() - began,
@@ -4197,13 +4203,15 @@ class CodeIndex:
         return stats._replace(
             chunks=n_chunks, relations=n_relations, seconds=time.monotonic() - began)
 
-    def _changes(self):
+    def _changes(self, cancel):
         """Compare folder and index -> (known: {path: [size, mtime, hash]}, found: {path: stat},
         changed: the paths of new and changed files, gone: those of the known that are no more)"""
+        if not os.path.isdir(self.root):                  # or all would be forgotten
+            raise ToolError(f"{self.root} is no longer there; /index PATH turns to another folder")
         known = {path: kept for path, *kept in self._store().run(
             "SELECT file_path, size, mtime_ns, hash FROM files WHERE project_id = ?",
             self._meta()[0])}
-        found = dict(source_files(self.root))
+        found = dict(source_files(self.root, cancel))
         changed = [path for path, s in found.items()
                    if path not in known or known[path][:2] != [s.st_size, s.st_mtime_ns]]
         return known, found, changed, [path for path in known if path not in found]
@@ -4221,8 +4229,8 @@ class CodeIndex:
             run("INSERT OR IGNORE INTO meta(project_path, embedder, dimension) VALUES (?, ?, ?)",
                 self.root, label, dimension)
             run("UPDATE meta SET indexed_from = ? WHERE project_path = ?", self._cwd, self.root)
-        id_ = self._meta()[0]
-        self._store().run(f"CREATE VIRTUAL TABLE IF NOT EXISTS terms_{id_} USING fts5({FIELDS})")
+            id_, = run("SELECT id FROM meta WHERE project_path = ?", self.root).fetchone()
+            run(f"CREATE VIRTUAL TABLE IF NOT EXISTS terms_{id_} USING fts5({FIELDS})")
         return id_, notices
 
     def clear(self) -> None:
@@ -4250,16 +4258,18 @@ class CodeIndex:
             error = f"left out: {getattr(e, 'strerror', e)}"
         return _Read(path, stat_, digest, chunks, relations, error)
 
-    def _keep(self, id_, files, outdated, cancel):
-        """Forget the paths that are outdated; embed and store what was read."""
+    def _keep(self, id_, files, gone, cancel):
+        """Forget the paths that are gone; embed and store what was read."""
         chunks = [c for f in files for c in f.chunks or ()]
         vectors = [None] * len(chunks)
-        if self.embedder:
+        if self.embedder and chunks:
             vectors = self.embedder.embed([embedding_text(c) for c in chunks], cancel)
         insert = self._store().insert
         with self._store().transaction() as run:
-            for path in outdated:
-                self._forget(run, id_, path)
+            there = {path for path, in run("SELECT file_path FROM files WHERE project_id = ?", id_)}
+            for path in [*gone, *(f.path for f in files if f.chunks is not None)]:
+                if path in there:        # by now; another process may have been faster
+                    self._forget(run, id_, path)
             n, = run("SELECT coalesce(max(id), 0) + 1 FROM code_chunks").fetchone()
             insert("code_chunks", [(i, id_, *chunk, vector and vector.tobytes())
                                    for i, (chunk, vector) in enumerate(zip(chunks, vectors), n)])
@@ -4314,7 +4324,7 @@ class CodeIndex:
         self.trouble, vector = "", []
         if self.embedder and self.embedder.label == label:
             try:
-                vector = self.embedder.embed([query], cancel)[0]
+                vector = self.embedder.embed([self._mask(query)], cancel)[0]
             except ModelError as e:
                 self.trouble = f"searched by words alone: {e}"
         if not vector or len(vector) != dimension:
@@ -4334,16 +4344,17 @@ class CodeIndex:
         id_, last = self._meta()[0], name.rpartition(".")[2]
         known = [full for full, in self._store().run(
             "SELECT from_name FROM code_relations WHERE project_id = ?1 AND "
-            "'.' || from_name GLOB '*.' || ?2 UNION SELECT to_name FROM code_relations WHERE "
-            "project_id = ?1 AND '.' || to_name GLOB '*.' || ?2 AND kind = 'contains'", id_, name)]
+            "substr('.' || from_name, ?3) = ?2 UNION SELECT to_name FROM code_relations WHERE "
+            "project_id = ?1 AND substr('.' || to_name, ?3) = ?2 AND kind = 'contains'",
+            id_, "." + name, -len(name) - 1)]
         shortest = min(known, key=len, default=name)      # not its constructor, Agent.Part.Part
         if shortest != name and not all(f"{full}.".startswith(shortest + ".") for full in known):
             raise ToolError(f"there are several: {clip(', '.join(known), 2000)}")
         name = shortest
         found = [Relation(*row) for row in self._store().run(
             "SELECT DISTINCT from_name, kind, to_name FROM code_relations WHERE project_id = ?1 "
-            "AND (from_name = ?2 OR from_name GLOB ?2 || '.*' OR to_name IN (?2, ?3) AND "
-            "kind <> 'contains')", id_, name, last)]
+            "AND (from_name = ?2 OR from_name BETWEEN ?2 || '.' AND ?2 || '/' OR "   # / follows .
+            "to_name IN (?2, ?3) AND kind <> 'contains')", id_, name, last)]
         if not found:
             raise ToolError(f"nothing is known of {name}; /index reads what is new")
         return sorted(found, key=lambda r: (not f"{r.name}.".startswith(name + "."), r))
@@ -4351,7 +4362,7 @@ class CodeIndex:
     def refresh(self, cancel: Cancel | None = None) -> str:
         """Read again what has changed, if that is little; return what the person should know."""
         id_, _, label, _ = self._meta()
-        _, _, changed, gone = self._changes()
+        _, _, changed, gone = self._changes(cancel)
         n_stale = len(changed) + len(gone) if id_ else 0
         is_same = label == (self.embedder.label if self.embedder else "")
         if n_stale > MAX_STALE or n_stale and not is_same:
@@ -4606,6 +4617,7 @@ def index_folder(app, arguments: str) -> str:
     if not os.path.isdir(root):
         raise ConfigError(f"there is no folder {root}")
     app.index.use(root)
+    app.events.put({"type": "wait", "text": f"📚 {root}"})
     stats = app.index.build(on_progress, app.cancel)
     lines = [f"⚠️ {visible(warning)}" for warning in stats.warnings[:20]]
     lines += [f"⚠️ and {len(stats.warnings) - 20} more"] * (len(stats.warnings) > 20)
@@ -4811,7 +4823,7 @@ class Screen:
             self.line(line.format(**event), style)
         getattr(self, "_on_" + kind, lambda event: None)(event)
 
-    def tick(self) -> None:
+    def tick(self, event: dict | None = None) -> None:
         """Move the spinner; called some times a second while nothing comes."""
         if self._is_live and self._activity and self._open in ("", "spinner"):
             seconds = int(time.monotonic() - self._since)
@@ -4819,6 +4831,7 @@ class Screen:
             line = fit(f"{mark} {self._activity} {seconds} s", self._columns() - 1)
             print("\r\x1b[K" + self.style("dim", line), end="", file=self.err, flush=True)
             self._open = "spinner"
+    _on_wait = tick                      # where one follows the other, there is no quiet moment
 
     def settle(self) -> None:
         """Take the spinner away, or end an open line."""
@@ -5045,9 +5058,8 @@ def build(config: Config) -> App:
     app.agent = Agent(DemoModel(), toolbox, app.memory, app.on_event, "", config.max_rounds,
                       config.token_budget, config.turn_timeout_s, app.notes, app.compact)
     trust_env(app)
-    app.index = CodeIndex(
-        os.path.join(config.get("PAICLI_RAG_DIR", os.path.join(config.home, "rag")), "codebase.db"),
-        config.cwd, use_embedder(app), app.mask)
+    rag = os.path.expanduser(config.get("PAICLI_RAG_DIR", os.path.join(config.home, "rag")))
+    app.index = CodeIndex(os.path.join(rag, "codebase.db"), config.cwd, use_embedder(app), app.mask)
     toolbox.add(tools_in(CodeTools(app.index)))
     app.notices += [app.use_model(), *load_plugins(app)]
     if config.resume:
@@ -5105,8 +5117,10 @@ def run_line(app: App, screen: Screen, line: str, is_command: bool) -> int:
         job = Job("turn", work)
         draw_until_end(app, screen, cancel)
         error = job.error()
-    if isinstance(error, Cancelled):                      # the stop event has told of it
-        return 130 if app.agent.stop_reason == "cancelled" else 1
+    if isinstance(error, Cancelled):                      # of a turn, the stop event has told
+        if is_command:
+            screen.line(f"⏹️ cancelled {error}")
+        return 130 if is_command or app.agent.stop_reason == "cancelled" else 1
     if error:
         bug = f"a bug in PaiCLI, please report it: {type(error).__name__}: "
         text = str(error) if isinstance(error, PaiError) else f"{bug}{error}"

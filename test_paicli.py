@@ -41,6 +41,7 @@ import textwrap
 import threading
 import time
 import unittest
+import warnings
 from array import array
 
 import paicli
@@ -2532,6 +2533,48 @@ class TestCodeChunks(Case):
         self.assertEqual(["a.java", "keep.log.md", "src/build/B.java", "sub/gen2/yes.py", "sub/ok.py"], sorted(found))
         self.assertEqual(1, found["a.java"].st_size)
 
+    def test_a_gitignore_that_makes_no_sense_stops_nothing(self):
+        self.write("a.md", "x")
+        self.write("b.txt", "x")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")                                     # re warns of [[:alpha:]] on stderr
+            self.write(".gitignore", "[z-a].md\n[!]\n[a\\].md\n[[:alpha:]].x\nb.txt\n")
+            self.assertEqual(["a.md"], [path for path, _ in paicli.source_files(self.folder)])
+
+    @unittest.skipUnless(sys.platform == "linux", "elsewhere names are Unicode")
+    def test_names_that_are_no_unicode_are_passed_over(self):
+        self.write("ok.py", "x")
+        for name in (b"caf\xe9.py", b"\xff/x.py"):
+            path = os.path.join(os.fsencode(self.folder), name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            open(path, "w").close()
+        self.assertEqual(["ok.py"], [path for path, _ in paicli.source_files(self.folder)])
+
+    def test_a_walk_can_be_stopped(self):
+        cancel = paicli.Cancel()
+        for name in ("a/x.py", "b/x.py", "y.py"):
+            self.write(name, "x")
+        walk = paicli.source_files(self.folder, cancel)
+        self.assertEqual("y.py", next(walk)[0])
+        cancel.set()
+        self.raises(paicli.Cancelled, "by you", list, walk)
+
+    def test_python_nested_too_deep_to_be_named_keeps_what_was_understood(self):
+        for depth in (300, 500, 900, 3000):
+            text = "def first(): pass\nclass A(" + ".".join("x" * depth) + "): pass\n"
+            chunks, _, error = paicli.read_source("a.py", text)
+            self.assertIn("def first(): pass", "\n".join(c.text for c in chunks))
+            self.assertRegex(error, "^(|line 1: .*)$")
+        self.assertRegex(error, "recursion|nested|stack|memory")
+
+    def test_half_a_surrogate_in_a_java_name_can_be_stored(self):
+        _, relations, _ = paicli.read_source("A.java", 'class A { void f\\ud800() { } void \\ud835\\udc00() { } }')
+        self.assertEqual({"A.f\ufffd", "A.\U0001d400"}, {r.other for r in relations})
+
+    def test_the_end_of_another_comment_ends_the_search_for_the_beginning_of_one(self):
+        text = "# /*\nx = 1  # */\n" + "# */\ndef f(): pass\n" * 3
+        self.assertEqual([4, 6, 8], [c.start_line for c in paicli.chunk_file("a.py", text)])
+
     def test_a_text_to_embed_names_the_chunk(self):
         chunks = {c.kind: c for c in paicli.chunk_file("src/Agent.java", self.JAVA)}
         self.assertTrue(paicli.embedding_text(chunks["method"]).startswith("[method:Agent.run]     /** Asks"))
@@ -2604,6 +2647,11 @@ class TestSearchTerms(unittest.TestCase):
 
     def test_an_english_question_is_not_taken_for_serbian(self):
         self.assertFalse(any("row" in words for words in paicli.query_terms("the red color of an icon")))
+
+    def test_of_a_very_long_question_the_beginning_counts(self):
+        wanted = paicli.query_terms("socket " + " ".join(f"w{n}" for n in range(20000)))
+        self.assertIn("socket", wanted[0])
+        self.assertLess(len(wanted), 1000)
 
     def test_cutting_is_fast_in_any_text(self):
         self.assertEqual(paicli.terms("x" * 100_000 + " " + "_" * 100_000)[0][:2], "xx")
@@ -2996,6 +3044,73 @@ class TestCodeIndex(Case):
         self.raises(paicli.ConfigError, "codebase.db can't be used", self.index().search, "x")
 
 
+    def test_nul_bytes_and_unclosed_comments_are_stored_like_any_text(self):
+        self.write("code/a.md", "x\n" * 9000 + "a \0 purple \0 elephant\n")
+        self.write("code/A.java", "class A { void purpleFox() { " + "/* " * 100000)       # took hours
+        self.index().build()
+        self.assertEqual({"a.md", "A.java"}, {h.path for h in self.index().search("purple")})
+
+    def test_fewer_than_one_result_is_one(self):
+        index = self.built()
+        self.assertEqual([1, 1, 3], [len(index.search("first", n)) for n in (0, -1, 10 ** 30)])
+
+    def test_the_wildcards_of_sql_are_only_characters_and_case_counts(self):
+        self.write("code/a.py", "class read_file:\n    def a(self): x()\nclass readXfile:\n    def b(self): x()\nclass Read_file:\n    def c(self): x()\n")
+        self.write("co_e/a.py", "def other_folder(): pass\n")
+        index = self.index()
+        index.build()
+        self.index(root="co_e").build()
+        self.assertEqual({"read_file", "read_file.a"}, {r.name for r in index.relations("read_file")})
+        for name in ("%", "_", "x" * 100000):
+            self.raises(paicli.ToolError, "nothing is known", index.relations, name)
+        self.raises(paicli.PaiError, "codebase.db can't be used", index.relations, "\ud800")
+        inside = self.index(root="code/sub")                                   # not in co_e, the last one that was indexed
+        self.assertEqual(["a.py"], [h.path for h in inside.search("read file", 1)])
+        self.assertEqual([], inside.search("other folder"))
+
+    def test_searches_at_once_may_find_the_same_new_file(self):
+        self.built().close()
+        embedder, both = self.Embedder("send"), threading.Barrier(2, timeout=10)
+        self.index(embedder).build()
+        self.write("code/New.java", "class New { void brandNewThing() { } }")
+        embed = embedder.embed
+
+        def embed_together(texts, cancel=None):
+            if "brandNewThing" in texts[-1]:
+                both.wait()                                                    # so both have it and neither has stored it
+            return embed(texts, cancel)
+        embedder.embed = embed_together
+        searches = [lambda i=i: paicli.CodeTools(i).search_code("brand new thing") for i in (self.index(embedder), self.index(embedder))]
+        for text in paicli.run_parallel("search", searches):
+            self.assertRegex(text, r"^Most relevant: New\.brandNewThing\(\)")
+        self.assertEqual(1, len([h for h in self.index().search("brand new thing", 9) if h.name == "New.brandNewThing()"]))
+
+    def test_stale_files_and_no_server_leave_a_search_by_words(self):
+        embedder = self.Embedder("send")
+        index = self.built(embedder)
+        self.write("code/New.java", "class New { }")
+
+        def embed(texts, cancel=None):
+            raise paicli.ModelError("connection refused")
+        embedder.embed = embed
+        self.assertRegex(paicli.CodeTools(index).search_code("parse header"),
+                         r"(?s)^Most relevant: Agent.parseHttpHeader.*1 files have changed since /index, and can't be read again: connection refused")
+
+    def test_a_folder_that_is_gone_is_not_forgotten(self):
+        index = self.built()
+        os.rename(self.path("code"), self.path("moved"))
+        self.raises(paicli.ToolError, "code is no longer there", paicli.CodeTools(index).search_code, "parse header")
+        self.raises(paicli.ToolError, "code is no longer there", index.build)
+        os.rename(self.path("moved"), self.path("code"))
+        self.assertEqual(0, index.build().changed)
+
+    def test_a_question_is_masked_before_it_is_embedded(self):
+        embedder = self.Embedder("send")
+        self.built(embedder)
+        self.index(embedder, mask=lambda text: text.replace("sk-12345678", paicli.MASK)).search("who uses sk-12345678")
+        self.assertEqual(f"who uses {paicli.MASK}", embedder.asked[-1])
+
+
 class TestCommands(Case):
     """Section 22.  One star of three."""
 
@@ -3152,6 +3267,7 @@ class TestCommands(Case):
         self.raises(paicli.ConfigError, "there is no folder .*nowhere", paicli.run_command, app, "/index nowhere")
         text = paicli.run_command(app, "/index code")
         self.assertRegex(text, r"^⚠️ bad.py: line 1: .*\n✅ .*code\n   2 files \(2 read, 0 gone\), 5 chunks, 5 relations, ")
+        self.assertEqual(f"📚 {self.path('code')}", app.events.get(timeout=5)["text"])
         self.assertRegex(app.events.get(timeout=5)["text"], r"^📚 █{10} 2 of 2 files, 5 chunks, \d+/s$")
         self.assertIn("2 files (0 read, 0 gone), 5 chunks", paicli.run_command(app, "/index " + self.path("code")))
         self.assertRegex(paicli.run_command(app, "/search parse header"), r"^🔍 \d results for: parse header\n1. method Agent.parseHeader\(\)\n   Agent.java:3")
@@ -3307,6 +3423,12 @@ class TestTerminal(Case):
                       {"type": "delta", "kind": "text", "text": "y** \x1b]0;x"}, {"type": "stop", "reason": "done", "text": "**Hey**"}):
             screen.handle(event)
         self.assertEqual("\x1b[2mhm\x1b[0m\nAgent: \x1b[1m**\x1b[0m\x1b[1mHe\x1b[0m\x1b[1my\x1b[0m\x1b[1m**\x1b[0m \\x1b]0;x\n", self.out.getvalue())
+
+    def test_progress_is_drawn_when_it_comes_however_fast_the_next_follows(self):
+        screen = self.screen(True)
+        screen.handle({"type": "wait", "text": "1 of 2 files"})
+        screen.handle({"type": "wait", "text": "2 of 2 files"})
+        self.assertRegex(self.err.getvalue(), "(?s)1 of 2 files.*2 of 2 files")
 
     def test_a_spinner_turns_only_on_a_terminal_and_is_taken_away(self):
         screen = self.screen(True, "Agent: ")
@@ -3585,6 +3707,18 @@ class TestTerminal(Case):
             rest = [json.loads(line) for line in program.communicate(timeout=60)[0].splitlines()]
             self.assertEqual((130, "cancelled"), (program.returncode, rest[-1]["reason"]))
             self.assertTrue(wait_for(lambda: not sleepers(mark)))
+
+    @unittest.skipUnless(POSIX, "signals")
+    def test_ctrl_c_stops_a_command_which_says_so_and_exits_130(self):
+        self.write("work/a.py", "def f(): pass\n")
+        server = self.server(streams_then_waits(""))
+        env = {**os.environ, "PAICLI_HOME": self.home, "EMBEDDING_PROVIDER": "ollama", "EMBEDDING_BASE_URL": server.url}
+        program = subprocess.Popen([sys.executable, str(HERE / "paicli.py"), "/index"], env=env, cwd=self.path("work"),
+                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.assertTrue(wait_for(lambda: server.requests))
+        program.send_signal(signal.SIGINT)
+        self.assertIn("cancelled by you", program.communicate(timeout=60)[1].decode())
+        self.assertEqual(130, program.returncode)
 
 
 # ---- What `python test_paicli.py` does -----------------------------------------------------------
