@@ -4121,7 +4121,6 @@ class _Read(NamedTuple):
     path: str
     stat: os.stat_result
     digest: str = ""
-    is_known: bool = False               # an older version is in the index
     chunks: list | None = ()
     relations: list = ()
     error: str = ""
@@ -4129,7 +4128,7 @@ class _Read(NamedTuple):
 
 def _read_file(root, path, stat_, known, mask):
     """-> _Read; known is what the index has of the file, [size, mtime, hash], or None."""
-    read = _Read(path, stat_, is_known=bool(known))
+    read = _Read(path, stat_)
     try:
         if stat_.st_size > MAX_SOURCE_BYTES:
             raise ToolError(f"it has over {MAX_SOURCE_BYTES >> 20} MB")
@@ -4278,8 +4277,7 @@ class CodeIndex:
                     run("UPDATE files SET size = ?, mtime_ns = ? WHERE project_id = ? AND "
                         "file_path = ?", f.stat.st_size, f.stat.st_mtime_ns, id_, f.path)
                     continue
-                if f.is_known:
-                    self._forget(run, id_, f.path)
+                self._forget(run, id_, f.path)            # perhaps another process was faster
                 mine, vectors = vectors[:len(f.chunks)], vectors[len(f.chunks):]
                 sketches = b"".join(map(sketch, filter(None, mine)))
                 store.insert("files", [(id_, f.path, f.digest, f.stat.st_size, f.stat.st_mtime_ns,
