@@ -2875,6 +2875,50 @@ class TestCodeIndex(Case):
         self.stats = index.build()
         return index
 
+    # -- ranking
+
+    def ranked(self, wanted, *rows, cosines=()):
+        """Numbers of the rows, best first; a row is name, class, path, signature, prose, body, perhaps less."""
+        rows = [(n, *row, *[""] * (6 - len(row))) for n, row in enumerate(rows, 1)]
+        wanted = [words if isinstance(words, dict) else {words: 1} for words in wanted]
+        return [n for _, n in paicli.rank(wanted, rows, dict(cosines))]
+
+    def test_a_rare_word_says_more_than_a_common_one(self):
+        rows = [("x", "", "", "", "", "rare")] + [("x", "", "", "", "", "common")] * 5
+        self.assertEqual(1, self.ranked(["common", "rare"], *rows)[0])
+
+    def test_a_word_in_the_name_says_more_than_one_in_the_body(self):
+        self.assertEqual([1, 2, 3], self.ranked(["read"], ("read", "a"), ("b", "a", "", "read x x"), ("c", "a", "", "d e", "", "read")))
+
+    def test_a_name_counts_by_the_part_that_was_asked_for(self):
+        self.assertEqual([1, 2], self.ranked(["read"], ("read", "", "", "", "", "a b c d"), ("read file", "")))
+        self.assertEqual([1, 2], self.ranked(["pool"], ("get", "pool", "", "", "", "a b c d"), ("get", "pool demo", "")))
+
+    def test_the_part_of_the_question_that_is_found_counts(self):
+        both, one = ("x", "", "", "", "", "read file a"), ("y", "", "", "", "read", "read")
+        self.assertEqual([1, 2], self.ranked(["read", "file"], both, one, ("z", "", "", "", "", "file")) [:2])
+
+    def test_many_synonyms_are_no_more_than_the_word_itself(self):
+        fetch = {"fetch": 1, "get": 0.4, "load": 0.4, "take": 0.4}
+        self.assertEqual([1, 2], self.ranked([fetch], ("x", "", "", "", "", "fetch a b"), ("y", "", "", "", "", "get load take")))
+
+    def test_of_two_that_say_the_same_the_shorter_comes_first(self):
+        self.assertEqual([1, 2], self.ranked(["read"], ("x", "", "", "", "", "read a"), ("x", "", "", "", "", "read a b c d e f g h")))
+
+    def test_what_looks_alike_can_outweigh_words(self):
+        words, alike = ("read file", "x"), ("open", "x")
+        self.assertEqual([1, 2], self.ranked(["read", "file"], words, alike, cosines={1: 0.3, 2: 0.7}))
+        self.assertEqual([2, 1], self.ranked(["read", "file"], words, alike, cosines={1: 0.1, 2: 0.7}))
+        self.assertEqual([2, 1], self.ranked(["zzz"], words, alike, cosines={1: 0.1, 2: 0.7}))
+        self.assertEqual([], self.ranked(["read"]))
+
+    def test_the_fields_of_a_chunk_have_each_term_once(self):
+        text = '/** Reads a file. */\nString read(File file) { // of files\n    open(file); open(file, "x"); return lines;\n}'
+        chunk = paicli.Chunk("src/main/java/io/Reader.java", "method", "Reader.read(File)", text, 1, 4)
+        T = lambda text: " ".join(paicli.terms(text))  # noqa: E731
+        self.assertEqual([T("read"), T("reader"), T("io reader"), T("String read File file"), T("reads file x"), T("open file return lines")],
+                         [" ".join(field.split()) for field in paicli.fields(chunk)])
+
     # -- the index
 
     def test_a_method_is_found_by_what_its_name_says(self):
@@ -2958,15 +3002,60 @@ class TestCodeIndex(Case):
         self.assertRegex(text, r"(?s)^Most relevant: Agent.parseHttpHeader.*\n1 files have changed since /index, and can't be read again: no answer"
                                r".*\nsearched by words alone: no answer from 127.0.0.1$")
 
+    def test_vectors_of_what_is_new_are_searched(self):
+        embedder = self.Embedder("send", "split", "login")
+        index = self.built(embedder)
+        index.search("login")
+        self.write("code/New.java", "class New { void login() { } }")
+        index.build()
+        embedder.words = ("send", "split", "zzz")                              # a question about "zzz" looks like "login"
+        self.assertIn("New.java", {h.path for h in index.search("zzz")})
+
+    def test_two_may_index_a_folder_at_once(self):
+        embedder = self.Embedder("send")
+        other, embed = self.index(embedder), embedder.embed
+
+        def meanwhile(texts, cancel=None):
+            if len(texts) > 1:
+                embedder.embed = embed
+                other.build()
+            return embed(texts)
+        embedder.embed = meanwhile
+        index = self.built(embedder)
+        self.assertEqual((3, 0), (self.stats.changed, index.build().changed))
+        self.assertEqual(self.stats.chunks, other.build().chunks)
+        self.assertEqual(1, [h.name for h in index.search("parse http header")].count("Agent.parseHttpHeader(String)"))
+
+    def test_a_batch_that_fails_ends_the_build(self):
+        for n in range(2 * paicli.EMBED_FILES + 1):
+            self.write(f"code/f{n:03}.py", "def apple(): pass\n")
+        embedder, n_asked = self.Embedder("apple"), []
+        embed = embedder.embed
+
+        def fails_once(texts, cancel=None):
+            n_asked.append(len(texts))
+            if len(n_asked) == 2:
+                raise paicli.ModelError("the server is down")
+            return embed(texts)
+        embedder.embed = fails_once
+        index = self.index(embedder)
+        self.raises(paicli.ModelError, "the server is down", index.build)
+        embedder.embed = embed
+        self.assertLessEqual(paicli.EMBED_FILES, index.build().changed)
+        self.assertEqual(0, index.build().changed)
+
     def test_another_embedder_or_dimension_makes_a_new_index(self):
         embedder = self.Embedder("send", "split")
         index = self.built(embedder)
         embedder.label = "hand:2"
-        self.assertEqual("Agent.queryModel(String)", index.search("query model")[0].name)      # by words, never by other vectors
+        embedder.asked.clear()
+        self.assertEqual("Agent.queryModel(String)", index.search("query model")[0].name)
+        self.assertEqual([], embedder.asked)                                   # by words, never by other vectors
         stats = index.build()
         self.assertEqual((3, 3), stats[:2])
         self.assertIn("made anew", stats.warnings[0])
         embedder.words = tuple("abcdefghijkl")
+        self.assertEqual([], index.search("zzz"))
         self.assertEqual(3, index.build().changed)
         self.assertEqual(0, index.build().changed)
         index.clear()
