@@ -3458,10 +3458,11 @@ def ignore_rule(line: str, folder: str = "") -> tuple[re.Pattern, bool]:
     anywhere = "" if "/" in path else "(?:.*/)?"
     regex = re.sub(r"\*\*/|/\*\*$|\[[^]]+\]|\\?.", meaning, path.lstrip("/"))
     end = "/" if line.endswith("/") else "/?"
-    try:
-        pattern = re.compile(re.escape(folder) + anywhere + regex + end)
-    except re.error:                                      # [z-a] is nothing
-        pattern = re.compile("(?!)")
+    # [z-a] fits nothing, and *a*a*a*b would take for ever to fit.
+    pattern = re.compile("(?!)")
+    with contextlib.suppress(re.error):
+        if max(path.count("**"), path.replace("**", "").count("*")) < 4:
+            pattern = re.compile(re.escape(folder) + anywhere + regex + end)
     return pattern, not line.startswith("!")
 
 

@@ -2518,6 +2518,8 @@ class TestCodeChunks(Case):
             for path in matches + passes:
                 self.assertEqual(path in matches, bool(re.fullmatch(regex, path)), (line, path, regex))
         self.assertFalse(paicli.ignore_rule("!keep.log")[1])
+        for pattern in ("*a" * 7 + "*b", "**/a/" * 7 + "b"):
+            self.assertIsNone(paicli.ignore_rule(pattern)[0].fullmatch("a" * 200 + "/a" * 100))
 
     def test_only_files_worth_reading_are_walked(self):
         for name in ("a.java", "src/build/B.java", "keep.log.md", "sub/ok.py", "sub/gen/no.py", "sub/gen2/yes.py", "build/x.java", "node_modules/m.js", ".git/g.py",
