@@ -2574,6 +2574,9 @@ class TestSearchTerms(unittest.TestCase):
                       "Где се чита кључ из датотеке?"):
             self.translated(query, "read", "key", "file")
 
+    def test_ijekavian_words_are_found_by_ekavian_roots(self):
+        self.translated("Gdje se provjerava vrijednost zahtjeva?", "verify", "value", "request")
+
     def test_polish_words_are_found_by_their_roots(self):
         self.translated("Gdzie zamykane są połączenia z bazą?", "close", "connection", "database")
         self.translated("Jak działa pamięć podręczna wątków", "cache", "thread")
@@ -2581,6 +2584,13 @@ class TestSearchTerms(unittest.TestCase):
     def test_the_longest_root_wins(self):
         self.translated("redosled", "order")
         self.assertFalse(any("row" in words for words in paicli.query_terms("redosled")))
+
+    def test_words_that_only_contain_another_one_mean_nothing(self):
+        self.translated("返回多行", "row")
+        self.assertEqual([], paicli.query_terms("进行"))
+
+    def test_a_question_with_is_or_does_is_english(self):
+        self.assertFalse(any("wher" in words for words in paicli.query_terms("Where is a list?")))
 
     def test_names_and_words_of_other_languages_mix(self):
         self.translated("Gde se zatvara SqlSession u keš?", "close", "sql", "session", "cache")
@@ -2760,6 +2770,14 @@ class TestCodeIndex(Case):
     def test_the_cosine_of_two_vectors_is_their_dot_product(self):
         self.assertAlmostEqual(0.6, paicli.cosine([0.6, 0.8], [1.0, 0.0]))
         self.assertAlmostEqual(-1.0, paicli.cosine(array("f", [0, -1]), array("f", [0, 1])))
+
+    def test_a_question_finds_what_does_the_work_and_a_name_finds_a_getter(self):
+        self.write("code/A.java", "class A {\n  int getTimeout() { return timeout; }\n  void waitForTimeout() {\n    while (clock.now() < "
+                   "start + timeout && lock.isHeld(owner)) { sleep(pause); count++; }\n  }\n}\n")
+        index = self.index()
+        index.build()
+        for query, best in (("timeout", "A.getTimeout()"), ("Where is the timeout used?", "A.waitForTimeout()")):
+            self.assertEqual(best, next(h.name for h in index.search(query) if h.kind == "method"))
 
     # -- vectors, continued
 
