@@ -2636,6 +2636,9 @@ class TestSearchTerms(unittest.TestCase):
                       "Где се чита кључ из датотеке?"):
             self.translated(query, "read", "key", "file")
 
+    def test_ijekavian_words_are_found_by_ekavian_roots(self):
+        self.translated("Gdje se provjerava vrijednost zahtjeva?", "verify", "value", "request")
+
     def test_polish_words_are_found_by_their_roots(self):
         self.translated("Gdzie zamykane są połączenia z bazą?", "close", "connection", "database")
         self.translated("Jak działa pamięć podręczna wątków", "cache", "thread")
@@ -2643,6 +2646,13 @@ class TestSearchTerms(unittest.TestCase):
     def test_the_longest_root_wins(self):
         self.translated("redosled", "order")
         self.assertFalse(any("row" in words for words in paicli.query_terms("redosled")))
+
+    def test_words_that_only_contain_another_one_mean_nothing(self):
+        self.translated("返回多行", "row")
+        self.assertEqual([], paicli.query_terms("进行"))
+
+    def test_a_question_with_is_or_does_is_english(self):
+        self.assertFalse(any("wher" in words for words in paicli.query_terms("Where is a list?")))
 
     def test_names_and_words_of_other_languages_mix(self):
         self.translated("Gde se zatvara SqlSession u keš?", "close", "sql", "session", "cache")
@@ -2888,6 +2898,14 @@ class TestCodeIndex(Case):
     def test_a_rare_word_says_more_than_a_common_one(self):
         rows = [("x", "", "", "", "", "rare")] + [("x", "", "", "", "", "common")] * 5
         self.assertEqual(1, self.ranked(["common", "rare"], *rows)[0])
+
+    def test_a_question_finds_what_does_the_work_and_a_name_finds_a_getter(self):
+        self.write("code/A.java", "class A {\n  int getTimeout() { return timeout; }\n  void waitForTimeout() {\n    while (clock.now() < "
+                   "start + timeout && lock.isHeld(owner)) { sleep(pause); count++; }\n  }\n}\n")
+        index = self.index()
+        index.build()
+        for query, best in (("timeout", "A.getTimeout()"), ("Where is the timeout used?", "A.waitForTimeout()")):
+            self.assertEqual(best, next(h.name for h in index.search(query) if h.kind == "method"))
 
     def test_a_word_in_the_name_says_more_than_one_in_the_body(self):
         self.assertEqual([1, 2, 3], self.ranked(["read"], ("read", "a"), ("b", "a", "", "read x x"), ("c", "a", "", "d e", "", "read")))
