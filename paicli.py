@@ -510,7 +510,8 @@ class HttpReply:
 
     def read(self, max_bytes: int = 64 << 20) -> bytes:
         """Return the body, at most `max_bytes` of it."""
-        data = self._reply.read(max_bytes)
+        size = self._reply.length        # Python 3.9 makes room for all it is asked to read
+        data = self._reply.read(max_bytes if size is None else min(size, max_bytes))
         if len(data) < max_bytes and self._reply.length:  # http.client keeps quiet about this
             raise http.client.IncompleteRead(data, self._reply.length)
         return data
