@@ -4205,8 +4205,8 @@ class CodeIndex:
             on_progress(stats)
         job.wait(cancel)
         (n_chunks, n_relations), = self._store().run(
-            "SELECT (SELECT count(*) FROM code_chunks WHERE project_id = ?1), "
-            "(SELECT count(*) FROM code_relations WHERE project_id = ?1)", id_)
+            "SELECT (SELECT count(*) FROM code_chunks WHERE project_id = ?), "
+            "(SELECT count(*) FROM code_relations WHERE project_id = ?)", id_, id_)
         return stats._replace(
             chunks=n_chunks, relations=n_relations, seconds=time.monotonic() - began)
 
@@ -4350,18 +4350,19 @@ class CodeIndex:
         """
         id_, last = self._meta()[0], name.rpartition(".")[2]
         known = [full for full, in self._store().run(
-            "SELECT from_name FROM code_relations WHERE project_id = ?1 AND "
-            "substr('.' || from_name, ?3) = ?2 UNION SELECT to_name FROM code_relations WHERE "
-            "project_id = ?1 AND substr('.' || to_name, ?3) = ?2 AND kind = 'contains'",
-            id_, "." + name, -len(name) - 1)]
+            "SELECT from_name FROM code_relations WHERE project_id = ? AND "
+            "substr('.' || from_name, ?) = ? UNION SELECT to_name FROM code_relations WHERE "
+            "project_id = ? AND substr('.' || to_name, ?) = ? AND kind = 'contains'",
+            *(id_, -len(name) - 1, "." + name) * 2)]
         shortest = min(known, key=len, default=name)      # not its constructor, Agent.Part.Part
         if shortest != name and not all(f"{full}.".startswith(shortest + ".") for full in known):
             raise ToolError(f"there are several: {clip(', '.join(known), 2000)}")
         name = shortest
         found = [Relation(*row) for row in self._store().run(
-            "SELECT DISTINCT from_name, kind, to_name FROM code_relations WHERE project_id = ?1 "
-            "AND (from_name = ?2 OR from_name BETWEEN ?2 || '.' AND ?2 || '/' OR "   # / follows .
-            "to_name IN (?2, ?3) AND kind <> 'contains')", id_, name, last)]
+            "SELECT DISTINCT from_name, kind, to_name FROM code_relations WHERE project_id = ? "
+            "AND (from_name = ? OR from_name BETWEEN ? AND ? OR "                # / follows .
+            "to_name IN (?, ?) AND kind <> 'contains')",
+            id_, name, name + ".", name + "/", name, last)]
         if not found:
             raise ToolError(f"nothing is known of {name}; /index reads what is new")
         return sorted(found, key=lambda r: (not f"{r.name}.".startswith(name + "."), r))
