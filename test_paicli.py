@@ -2334,6 +2334,10 @@ class TestJavaLexer(unittest.TestCase):
     def test_a_brace_without_a_partner_reaches_to_the_end_or_is_left_out(self):
         self.check(paicli.brace_map, {"{ {}": {0: 4, 2: 3}, "} {}": {2: 3}})
 
+    def test_a_body_that_is_not_closed_ends_before_the_next_member(self):
+        self.check(paicli.brace_map, {"A {\n f() {\n public g() {}\n}": {2: 26, 9: 10, 23: 24},
+                                      "A {\n f() {\n  static {}\n": {2: 23, 9: 23, 20: 21}})
+
     def test_an_annotation_becomes_a_sign_of_the_same_length(self):
         self.check(paicli.bare_code, {"@A int x": "#  int x", "@a.B(x = {1}, y = (2)) f": "#" + " " * 22 + "f",
                                       "@A(@B(@C)) f": "#          f", "@interface X": "@interface X"})
@@ -2911,12 +2915,13 @@ class TestCodeIndex(Case):
         self.assertEqual([1, 2, 3], self.ranked(["read"], ("read", "a"), ("b", "a", "", "read x x"), ("c", "a", "", "d e", "", "read")))
 
     def test_a_name_counts_by_the_part_that_was_asked_for(self):
-        self.assertEqual([1, 2], self.ranked(["read"], ("read", "", "", "", "", "a b c d"), ("read file", "")))
-        self.assertEqual([1, 2], self.ranked(["pool"], ("get", "pool", "", "", "", "a b c d"), ("get", "pool demo", "")))
+        longer = "a b c d e f g h i j k l m n"
+        self.assertEqual([1, 2], self.ranked(["read"], ("read", "", "", "", "", longer), ("read file", "")))
+        self.assertEqual([1, 2], self.ranked(["pool"], ("get", "pool", "", "", "", longer), ("get", "pool demo")))
 
     def test_the_part_of_the_question_that_is_found_counts(self):
-        both, one = ("x", "", "", "", "", "read file a"), ("y", "", "", "", "read", "read")
-        self.assertEqual([1, 2], self.ranked(["read", "file"], both, one, ("z", "", "", "", "", "file")) [:2])
+        both, one = ("x", "", "", "", "", "read file a b c"), ("y", "", "read", "", "read", "read")
+        self.assertEqual([1, 2, 3], self.ranked(["read", "file"], both, one, ("z", "", "", "", "", "file")))
 
     def test_many_synonyms_are_no_more_than_the_word_itself(self):
         fetch = {"fetch": 1, "get": 0.4, "load": 0.4, "take": 0.4}
@@ -2927,9 +2932,14 @@ class TestCodeIndex(Case):
 
     def test_what_looks_alike_can_outweigh_words(self):
         words, alike = ("read file", "x"), ("open", "x")
-        self.assertEqual([1, 2], self.ranked(["read", "file"], words, alike, cosines={1: 0.3, 2: 0.7}))
+        self.assertEqual([1, 2], self.ranked(["read", "file"], words, alike, cosines={1: 0.3, 2: 0.6}))
         self.assertEqual([2, 1], self.ranked(["read", "file"], words, alike, cosines={1: 0.1, 2: 0.7}))
         self.assertEqual([2, 1], self.ranked(["zzz"], words, alike, cosines={1: 0.1, 2: 0.7}))
+        self.assertEqual([1, 2], self.ranked(["zzz"], words, alike, cosines={1: 0.1, 2: -0.7}))
+
+    def test_a_row_that_is_not_among_the_nearest_counts_as_the_last_of_them(self):
+        rows = ("read file", "x"), ("read file of lines", "x"), ("open", "x")
+        self.assertEqual([1, 2, 3], self.ranked(["read", "file"], *rows, cosines={2: 0.5, 3: 0.45}))
         self.assertEqual([], self.ranked(["read"]))
 
     def test_the_fields_of_a_chunk_have_each_term_once(self):
@@ -2959,6 +2969,13 @@ class TestCodeIndex(Case):
         index.build()
         self.assertEqual({"A.java": 2, "B.java": 2}, dict(collections.Counter(h.path for h in index.search("read file"))))
         self.assertEqual(1, len(index.search("read file", 1)))
+
+    def test_of_overloads_only_the_best_is_shown(self):
+        self.write("code/A.java", "class A {\n void read(File file) { }\n void read(String file) { }\n void read() { }\n void close(File file) { }\n}")
+        self.write("code/b.md", "read a file\n" + "x " * 900 + "\n\nread the file\n" + "y " * 900)
+        index = self.index()
+        index.build()
+        self.assertEqual(["A", "A.read", "b.md", "b.md"], sorted(h.name.partition("(")[0] for h in index.search("read file")))
 
     def test_only_what_changed_is_read_again(self):
         index = self.built()
