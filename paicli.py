@@ -3789,7 +3789,7 @@ def query_terms(query: str) -> list[dict[str, float]]:
 # Tests: TestEmbeddings (exercise, 2 of 3 stars).  Try: EMBEDDING_PROVIDER=ollama, then /index.
 
 MAX_EMBED_CHARS = 2000                   # of a text
-MAX_IN_FLIGHT = 4                        # requests
+MAX_IN_FLIGHT = 4                        # requests of one call of embed()
 POOL = 150                               # how many rows get past the coarse look
 EMBEDDING_MODELS = {"ollama": "nomic-embed-text", "openai": "text-embedding-3-small",
                     "glm": "embedding-3", "zhipu": "embedding-3"}
@@ -3871,7 +3871,9 @@ def _unit(numbers):
     length = math.hypot(*numbers)
     if not numbers or not math.isfinite(length):
         raise ValueError("no vector")
-    return array("f", [x / (length or 1) for x in numbers])
+    if abs(length - 1) > 1e-6:           # most servers send them so
+        numbers = [x / (length or 1) for x in numbers]
+    return array("f", numbers)
 
 
 def choose_embedder(config: Config, http: Http) -> OpenAIEmbedder | None:
@@ -4201,7 +4203,7 @@ class CodeIndex:
 
         Raises Cancelled or PaiError; what was stored until then can be searched.
         """
-        cancel, began, n_chunks, job = cancel or Cancel(), time.monotonic(), 0, None
+        cancel, began, n_chunks, jobs = cancel or Cancel(), time.monotonic(), 0, []
         id_, warnings = self._begin(cancel)
         known, found, changed, gone = self._changes()
         with self._store().transaction() as run:
@@ -4212,14 +4214,14 @@ class CodeIndex:
             cancel.check()
             files = [_read_file(self.root, path, found[path], known.get(path), self._mask)
                      for path in changed[at:at + size]]
-            if job:
-                job.wait(cancel)         # one batch is embedded and stored while the next is read
-            job = Job("index", self._keep, id_, files, cancel)
+            if len(jobs) == 2:           # one batch is stored, one embedded, one read
+                jobs.pop(0).wait(cancel)
+            jobs.append(Job("index", self._keep, id_, files, cancel))
             n_chunks += sum(len(f.chunks or ()) for f in files)
             warnings += [f"{f.path}: {f.error}" for f in files if f.error]
             on_progress(IndexStats(len(found), len(changed), at + len(files), len(gone), n_chunks,
                                    0, time.monotonic() - began, tuple(warnings)))
-        if job:
+        for job in jobs:
             job.wait(cancel)
         count = "SELECT count(*) FROM {} WHERE project_id = ?".format
         (n_chunks,), = self._store().run(count("code_chunks"), id_)
