@@ -452,7 +452,7 @@ class TestTheBook(unittest.TestCase):
         for one in self.sections:
             intro = self.source.split("\n")[one.first + 2:one.first + 24]
             self.assertTrue(8 <= next(i for i, line in enumerate(intro) if not line.startswith("#")) <= 20, one.title)
-            self.assertTrue(one.test_class in globals(), one.test_class)
+            self.assertRegex(globals()[one.test_class].__doc__, rf"^Section {one.number}\.  (One star|Two stars|Three stars) of three\.")
 
     def test_what_has_one_home_is_found_nowhere_else(self):
         self.assertEqual([], self.places(r"\bprint\(|sys\.std(out|err)\.write", ["TERMINAL"]))
@@ -2296,7 +2296,7 @@ class TestMemory(Case):
 # ---- 22 --------------------------------------------------------------------------------------------
 
 class TestJavaLexer(unittest.TestCase):
-    """Section 12: what is not code goes blank, braces pair up, heads become tokens."""
+    """Section 12.  Two stars of three."""
 
     def check(self, function, cases):
         for text, want in cases.items():
@@ -2349,7 +2349,7 @@ class TestJavaLexer(unittest.TestCase):
 
 
 class TestJavaOutline(unittest.TestCase):
-    """Section 13: types and methods with their lines, calls, imports, and errors that say where."""
+    """Section 13.  Three stars of three."""
 
     def test_a_class_with_a_method(self):
         outline = paicli.java_outline("package n.m;\nclass A {\n  int f(String s) {\n  }\n}")
