@@ -4183,8 +4183,7 @@ class CodeIndex:
             files = [self._read(path, found[path], known.get(path, [""])[-1])
                      for path in changed[at:at + size]]
             job.wait(cancel)             # one batch is embedded and stored while the next is read
-            outdated = [f.path for f in files if f.path in known and f.chunks is not None]
-            job = Job("index", self._keep, id_, files, outdated, cancel)
+            job = Job("index", self._keep, id_, files, [], cancel)
             stats = stats._replace(
                 done=at + len(files), chunks=stats.chunks + sum(len(f.chunks or ()) for f in files),
                 seconds=time.monotonic() - began,
@@ -4250,15 +4249,15 @@ class CodeIndex:
             error = f"left out: {getattr(e, 'strerror', e)}"
         return _Read(path, stat_, digest, chunks, relations, error)
 
-    def _keep(self, id_, files, outdated, cancel):
-        """Forget the paths that are outdated; embed and store what was read."""
+    def _keep(self, id_, files, gone, cancel):
+        """Embed and store what was read, in place of what there was; forget the paths `gone`."""
         chunks = [c for f in files for c in f.chunks or ()]
         vectors = [None] * len(chunks)
         if self.embedder:
             vectors = self.embedder.embed([embedding_text(c) for c in chunks], cancel)
         insert = self._store().insert
         with self._store().transaction() as run:
-            for path in outdated:
+            for path in gone + [f.path for f in files if f.chunks is not None]:
                 self._forget(run, id_, path)
             n, = run("SELECT coalesce(max(id), 0) + 1 FROM code_chunks").fetchone()
             insert("code_chunks", [(i, id_, *chunk, vector and vector.tobytes())

@@ -2905,6 +2905,20 @@ class TestCodeIndex(Case):
         self.raises(paicli.ToolError, "not indexed yet", index.search, "query")
         self.assertEqual(3, index.build().changed)
 
+    def test_two_may_index_the_same_folder_at_once(self):
+        first, second = self.Embedder("send"), self.Embedder("send")
+        self.built(second)
+        self.write("code/New.java", "class New { void brandNewThing() { } }")
+        other, embed = self.index(second), first.embed
+
+        def meanwhile(texts, cancel=None):
+            if "".join(texts).startswith("["):
+                other.build()
+            return embed(texts)
+        first.embed = meanwhile
+        self.assertEqual((4, 1), self.index(first).build()[:2])
+        self.assertEqual(["class", "method"], sorted(h.kind for h in other.search("brand new thing") if h.path == "New.java"))
+
     def test_projects_share_a_database_and_nothing_else(self):
         self.built()
         self.write("two/B.java", "class Bee { void parseHttpHeader() { } }")
