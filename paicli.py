@@ -3815,23 +3815,19 @@ class OpenAIEmbedder:
         return vectors
 
     def _batch(self, texts, cancel):
-        half, first = len(texts) // 2, texts[0]
+        half, first, p = len(texts) // 2, texts[0], self._provider
         try:
-            found = retry(lambda: self._ask(texts, cancel), self._is_temporary, cancel,
-                          lambda error, wait_s: None)
+            found = retry(lambda: self._ask(texts, cancel),
+                          lambda e: "refused" not in e.body and model_error(e, p).is_temporary,
+                          cancel, lambda error, wait_s: None)
             return [_unit(numbers) for numbers in found]
         except HttpError as e:
             if e.status not in (400, 413, 422) or len(first) < 100 and not half:
-                why, advice = model_error(e, self._provider), self.advice
-                raise ModelError(f"{why}\n  {advice.format(self._provider.model)}") from None
+                raise ModelError(f"{model_error(e, p)}\n  {self.advice.format(p.model)}") from None
         except (TypeError, LookupError, ValueError, OverflowError):
             raise ModelError(f"{self.label} sent no vectors: is it an embedding model?") from None
         parts = [texts[:half], texts[half:]] if half else [[first[:len(first) // 2]]]
         return [vector for part in parts for vector in self._batch(part, cancel)]
-
-    def _is_temporary(self, error):
-        return (isinstance(error, HttpError) and "refused" not in error.body
-                and model_error(error, self._provider).is_temporary)
 
     def _ask(self, texts, cancel):
         data = self._post("/embeddings", {"input": texts}, cancel)["data"]
@@ -3999,6 +3995,7 @@ CREATE TABLE IF NOT EXISTS code_chunks(
     content TEXT, start_line INTEGER, end_line INTEGER, embedding BLOB);
 CREATE TABLE IF NOT EXISTS code_relations(
     project_id INTEGER, file_path TEXT, from_name TEXT, kind TEXT, to_name TEXT);
+-- and for each project an FTS5 table, terms_1, terms_2, ..., with the FIELDS of its chunks
 CREATE INDEX IF NOT EXISTS chunks_of_file ON code_chunks(project_id, file_path);
 CREATE INDEX IF NOT EXISTS relations_of_file ON code_relations(project_id, file_path);
 """
@@ -4431,8 +4428,8 @@ class CodeTools:
 #     "/level 2" --> the table --> choose_level(app, "2") --> "Level 2: ..."
 #
 # The table is the completion and the dispatch in one, and a docstring's first line is what /help
-# shows: the arguments, two spaces, the help.  A command prints nothing; it changes the app's parts,
-# or tells of them.  Each also runs alone: paicli.py /tools.
+# shows: the arguments (in [] if they may be left out), two spaces, the help.  A command prints
+# nothing; it changes the app's parts, or tells of them.  Each also runs alone: paicli.py /tools.
 # Trap: an unknown /x must never reach the model, it is a typing error with a cost.
 # To add one: write the function, add it to the table.
 # Tests: TestCommands (exercise, 1 of 3 stars).  Try: /help.
@@ -4456,7 +4453,7 @@ def run_command(app, line: str) -> str:
     if name not in table:
         raise ConfigError(f"no command {name}{did_you_mean(name, table) or '; see /help'}")
     usage = table[name].__doc__.partition("  ")[0]
-    if usage.isalpha() and usage.isupper() and not arguments:         # QUERY must be, [ID] may be
+    if usage.isupper() and usage[0] != "[" and not arguments:
         raise ConfigError(f"usage: {name} {usage}")
     return table[name](app, arguments.strip())
 
