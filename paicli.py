@@ -3815,6 +3815,7 @@ class OpenAIEmbedder:
         return vectors
 
     def _batch(self, texts, cancel):
+        """-> the vectors of one request, or of several where the server finds it too much."""
         half, first, p = len(texts) // 2, texts[0], self._provider
         try:
             found = retry(lambda: self._ask(texts, cancel),
@@ -4211,7 +4212,7 @@ class CodeIndex:
             label, dimension = self.embedder.label, len(self.embedder.embed(["x"], cancel)[0])
         id_, _, *before = self._meta()
         if id_ and before != [label, dimension]:
-            notices = (f"made anew for the vectors of {label}" if label else "made anew for words",)
+            notices = (f"made anew with vectors of {label or 'no model'}",)
             self.clear()
         with self._store().transaction() as run:
             run("INSERT OR IGNORE INTO meta(project_path, embedder, dimension) VALUES (?, ?, ?)",
@@ -4363,7 +4364,7 @@ def format_for_cli(query: str, hits: list[Hit]) -> str:
     """Return hits as a person reads them."""
     lines = [f"🔍 {len(hits)} results for: {query}"]
     for n, hit in enumerate(hits, 1):
-        lines += [f"{n}. {hit.kind} {hit.name}", f"   {hit.path}:{hit.start_line}  {hit.score:.2f}",
+        lines += [f"{n}. {hit.kind} {hit.name}  {hit.score:.2f}", f"   {hit.path}:{hit.start_line}",
                   *("     " + line[:74] for line in hit.text.split("\n")[:4])]
     return "\n".join(lines)
 
