@@ -3629,7 +3629,7 @@ SYNONYM_WEIGHT, TRANSLATION_WEIGHT = 0.4, 0.5       # the latter of a line's sec
 _WORD_BYTES = bytes(b if b > 127 or chr(b).isalnum() or b in b"_" else 32 for b in range(256))
 _SUBWORD = r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+|[^\W\d_A-Za-z]+"
 _ENDING = (r"(?<=[a-z]{2})(?:([bdgmnprt])\1|(?<=[a-z]{3}))"         # mapping -> map
-           r"(?:ings?|ions?|ed|ies|ied|es|e|y|(?<![su])s)$")         # queries, query -> quer
+           r"(?:ings?|ions?|ed|ies|ied|es|e|y|(?<![su])s)\b")        # queries, query -> quer
 STOP_WORDS = set("the an of in at are was were be been it its than how which what when".split())
 # Names are made of these too, like isEmpty and forEach, so only questions lose them.
 QUESTION_WORDS = set(
@@ -3730,8 +3730,8 @@ def terms(text: str) -> list[str]:
 @functools.lru_cache(maxsize=300_000)                     # code says its words again and again
 def _word_terms(word):
     parts = [part.lower() for part in re.findall(_SUBWORD, word)]
-    return " ".join([re.sub(_ENDING, r"\1", part) for part in parts
-                     if len(part) > 1 and part not in STOP_WORDS])
+    kept = [part for part in parts if len(part) > 1 and part not in STOP_WORDS]
+    return re.sub(_ENDING, r"\1", " ".join(kept))
 
 
 def _plain(text):
