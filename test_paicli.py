@@ -2283,7 +2283,7 @@ class TestMemory(Case):
 # ---- 22 --------------------------------------------------------------------------------------------
 
 class TestJavaLexer(unittest.TestCase):
-    """Section 12: what is not code goes blank, braces pair up, heads become tokens."""
+    """Section 12.  Two stars of three."""
 
     def check(self, function, cases):
         for text, want in cases.items():
@@ -2332,7 +2332,7 @@ class TestJavaLexer(unittest.TestCase):
 
 
 class TestJavaOutline(unittest.TestCase):
-    """Section 13: types and methods with their lines, calls, imports, and errors that say where."""
+    """Section 13.  Three stars of three."""
 
     def test_a_class_with_a_method(self):
         outline = paicli.java_outline("package n.m;\nclass A {\n  int f(String s) {\n  }\n}")
@@ -2727,46 +2727,11 @@ class TestEmbeddings(Case):
         self.write(".env", "EMBEDDING_BASE_URL=http://evil.example\n")
         self.raises(paicli.ConfigError, "needs your trust", self.choose, EMBEDDING_PROVIDER="ollama")
 
-
-class TestCodeIndex(Case):
-    """Section 17.  Three stars of three."""
-
-    AGENT = ("package a;\n\npublic class Agent extends Base {\n    /** Asks the model for one reply. */\n    String queryModel(String text) {\n"
-             "        return client.send(text);\n    }\n\n    void parseHttpHeader(String line) {\n        split(line);\n    }\n\n"
-             "    void first() { queryModel(\"\"); }\n}\n")
-
-    class Embedder:
-        """Vectors by hand: what a text has of some words."""
-        label = "hand:1"
-
-        def __init__(self, *words):
-            self.words, self.asked = words, []
-
-        def embed(self, texts, cancel=None):
-            self.asked += texts
-            return [array("f", [float(w in t.lower()) / (sum(x in t.lower() for x in self.words) or 1) ** 0.5 for w in self.words]
-                                + [0.0] * (-len(self.words) % 8)) for t in texts]
-
-    def index(self, embedder=None, root="code", **options):
-        index = paicli.CodeIndex(self.path("rag/codebase.db"), self.path(root), embedder, **options)
-        self.stack.callback(index.close)
-        return index
-
-    def built(self, embedder=None):
-        self.write("code/src/Agent.java", self.AGENT)
-        self.write("code/src/Other.java", "class Other extends Agent {\n    void readFile() { queryModel(path); }\n    void first() { }\n}\n")
-        self.write("code/notes.md", "# Notes\n\nHow the cache works.\n")
-        index = self.index(embedder)
-        self.stats = index.build()
-        return index
-
     # -- vectors
 
     def test_the_cosine_of_two_vectors_is_their_dot_product(self):
         self.assertAlmostEqual(0.6, paicli.cosine([0.6, 0.8], [1.0, 0.0]))
         self.assertAlmostEqual(-1.0, paicli.cosine(array("f", [0, -1]), array("f", [0, 1])))
-
-    # -- vectors, continued
 
     @staticmethod
     def vectors(count, dimensions, seed=1):
@@ -2784,7 +2749,6 @@ class TestCodeIndex(Case):
             segments.append((first + start, b"".join(map(paicli.sketch, vectors[start:start + size]))))
             start += size
         return paicli.SketchIndex(segments, (len(vectors[0]) + 7) // 8)
-
 
     def test_a_sketch_has_a_bit_for_each_sign(self):
         self.assertEqual(b"\xb7", paicli.sketch(array("f", [0.1, -2, 3, 4, -5, 6, 7, 8])))
@@ -2818,7 +2782,38 @@ class TestCodeIndex(Case):
                 self.assertTrue(all(abs(exact[n] - near[n]) < 1e-5 for n in near))
             self.assertGreaterEqual(sum(found) / len(found), 0.985)
 
-    # -- the index
+
+class TestCodeIndex(Case):
+    """Section 17.  Three stars of three."""
+
+    AGENT = ("package a;\n\npublic class Agent extends Base {\n    /** Asks the model for one reply. */\n    String queryModel(String text) {\n"
+             "        return client.send(text);\n    }\n\n    void parseHttpHeader(String line) {\n        split(line);\n    }\n\n"
+             "    void first() { queryModel(\"\"); }\n}\n")
+
+    class Embedder:
+        """Vectors by hand: what a text has of some words."""
+        label = "hand:1"
+
+        def __init__(self, *words):
+            self.words, self.asked = words, []
+
+        def embed(self, texts, cancel=None):
+            self.asked += texts
+            return [array("f", [float(w in t.lower()) / (sum(x in t.lower() for x in self.words) or 1) ** 0.5 for w in self.words]
+                                + [0.0] * (-len(self.words) % 8)) for t in texts]
+
+    def index(self, embedder=None, root="code", **options):
+        index = paicli.CodeIndex(self.path("rag/codebase.db"), self.path(root), embedder, **options)
+        self.stack.callback(index.close)
+        return index
+
+    def built(self, embedder=None):
+        self.write("code/src/Agent.java", self.AGENT)
+        self.write("code/src/Other.java", "class Other extends Agent {\n    void readFile() { queryModel(path); }\n    void first() { }\n}\n")
+        self.write("code/notes.md", "# Notes\n\nHow the cache works.\n")
+        index = self.index(embedder)
+        self.stats = index.build()
+        return index
 
     def test_a_method_is_found_by_what_its_name_says(self):
         index = self.built()
