@@ -510,7 +510,8 @@ class HttpReply:
 
     def read(self, max_bytes: int = 64 << 20) -> bytes:
         """Return the body, at most `max_bytes` of it."""
-        data = self._reply.read(max_bytes)
+        size = self._reply.length        # Python 3.9 makes room for all it is asked to read
+        data = self._reply.read(max_bytes if size is None else min(size, max_bytes))
         if len(data) < max_bytes and self._reply.length:  # http.client keeps quiet about this
             raise http.client.IncompleteRead(data, self._reply.length)
         return data
@@ -2656,7 +2657,7 @@ class Store:
                 with self._db:                            # commits, or rolls back
                     self._db.execute("BEGIN IMMEDIATE")
                     yield lambda sql, *values: self._db.execute(sql, values)
-            except sqlite3.Error as e:                    # the disk is full, say
+            except (sqlite3.Error, UnicodeError) as e:    # the disk is full, say
                 raise PaiError(f"{self._path} can't be used: {e}") from e
 
     def insert(self, table: str, rows: list[tuple]) -> None:
@@ -3116,8 +3117,8 @@ def _blanks(text):
 
 def _decode_escapes(line):
     """Replace \\u007b by { and so on, but no lines are added; blanks at the end keep the length."""
-    return re.sub(r"\\(?:\\|u+([0-9a-fA-F]{4}))", lambda match: match[0] if not match[1] else
-                  chr(int(match[1], 16)).replace("\n", "\r"), line).ljust(len(line))
+    return clean(re.sub(r"\\(?:\\|u+([0-9a-fA-F]{4}))", lambda match: match[0] if not match[1] else
+                        chr(int(match[1], 16)).replace("\n", "\r"), line)).ljust(len(line))
 
 
 def java_tokens(text: str) -> list[str]:
@@ -3458,17 +3459,19 @@ def ignore_rule(line: str, folder: str = "") -> tuple[re.Pattern, bool]:
     anywhere = "" if "/" in path else "(?:.*/)?"
     regex = re.sub(r"\*\*/|/\*\*$|\[[^]]+\]|\\?.", meaning, path.lstrip("/"))
     end = "/" if line.endswith("/") else "/?"
-    try:
-        pattern = re.compile(re.escape(folder) + anywhere + regex + end)
-    except re.error:                                      # [z-a] is nothing
-        pattern = re.compile("(?!)")
+    # [z-a] fits nothing, and *a*a*a*b would take for ever to fit.
+    pattern = re.compile("(?!)")
+    with contextlib.suppress(re.error):
+        if max(path.count("**"), path.replace("**", "").count("*")) < 4:
+            pattern = re.compile(re.escape(folder) + anywhere + regex + end)
     return pattern, not line.startswith("!")
 
 
-def source_files(root: str) -> Iterator[tuple[str, os.stat_result]]:
+def source_files(root: str, cancel: Cancel | None = None) -> Iterator[tuple[str, os.stat_result]]:
     """Yield (path, stat) of each file worth searching below root; paths are relative, with /."""
     todo = [("", ())]                    # folders to look into, and the rules that hold there
     while todo:
+        (cancel or Cancel()).check()
         folder, rules = todo.pop()
         lines = read_text(os.path.join(root, folder, ".gitignore")).split("\n")
         mine = [ignore_rule(line.strip(), folder) for line in lines
@@ -3482,8 +3485,10 @@ def source_files(root: str) -> Iterator[tuple[str, os.stat_result]]:
                     continue
                 if is_folder and _is_worth_a_look(path):
                     todo.append((path, rules))
-                elif entry.is_file(follow_symlinks=False) and path.endswith(SOURCE_SUFFIXES):
-                    yield path, entry.stat(follow_symlinks=False)
+                elif (entry.is_file(follow_symlinks=False) and path.endswith(SOURCE_SUFFIXES)
+                      and path == clean(path)):           # a name that is no Unicode can't be kept
+                    with contextlib.suppress(OSError):    # gone a moment later
+                        yield path, entry.stat(follow_symlinks=False)
 
 
 def _is_worth_a_look(folder):
@@ -3508,24 +3513,24 @@ def _java_parts(text):
 def _python_parts(text):
     import ast
     import warnings
+    parts, error = [], ""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")               # about escapes like "\d", on stderr
             tree = ast.parse(text)
+        for name, node in _definitions(tree.body):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            if isinstance(node, ast.ClassDef):
+                kind, related = "class", {"extends": [ast.unparse(base) for base in node.bases]}
+            else:
+                called = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
+                names = [getattr(f, "attr", getattr(f, "id", "")) for f in called]
+                kind, related = "method", {"calls": filter(None, names)}
+                name += f"({', '.join(a.arg for a in node.args.args)})"
+            parts.append((kind, name, first, node.end_lineno, related))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        return [], f"line {getattr(e, 'lineno', 1)}: {getattr(e, 'msg', e)}"
-    parts = []
-    for name, node in _definitions(tree.body):
-        first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-        if isinstance(node, ast.ClassDef):
-            kind, related = "class", {"extends": map(ast.unparse, node.bases)}
-        else:
-            called = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
-            names = [getattr(f, "attr", getattr(f, "id", "")) for f in called]
-            kind, related = "method", {"calls": filter(None, names)}
-            name += f"({', '.join(a.arg for a in node.args.args)})"
-        parts.append((kind, name, first, node.end_lineno, related))
-    return parts, ""
+        error = f"line {getattr(e, 'lineno', 0) or 1}: {getattr(e, 'msg', e)}"
+    return parts, error
 
 
 def _definitions(body, owner=""):
@@ -3581,6 +3586,8 @@ def _comment_above(lines, first):
     if above and lines[above - 1].rstrip().endswith("*/"):
         while above and "/*" not in lines[above - 1]:
             above -= 1
+            if above and "*/" in lines[above - 1]:        # that is another one's end
+                return first
         return above or first
     while above and lines[above - 1].lstrip().startswith(("//", "#")):
         above -= 1
@@ -3619,11 +3626,12 @@ def embedding_text(chunk: Chunk) -> str:
 #
 # Words are cut at capitals, digits and _, and lose English endings.  Chinese, without blanks, is
 # cut into the longest words of the glossary.  Serbian and Polish words change at their end:
-# there the glossary has roots, and the longest that a word begins with counts.
+# there the glossary has roots, and the longest that a word begins with counts; ije is read as e.
 # Trap: a term need not be a word ("pars"); it only has to be the same in code and question.
 # Simplified: search engines learn synonyms and translations from data.
 # Tests: TestSearchTerms (exercise, 1 of 3 stars).
 
+MAX_QUERY_CHARS = 2000
 SYNONYM_WEIGHT, TRANSLATION_WEIGHT = 0.4, 0.5       # the latter of a line's second, third word
 # What is no part of a word becomes a blank: three times as fast as a regular expression.
 _WORD_BYTES = bytes(b if b > 127 or chr(b).isalnum() or b in b"_" else 32 for b in range(256))
@@ -3637,88 +3645,88 @@ QUESTION_WORDS = set(
     "if on and or not that this then there these so such any all some other only into "
     "da li je se su na po za iz od ne sa co ze czy jak".split())
 _CYRILLIC = "аa бb вv гg дd еe зz жz иi јj кk лl љlj мm нn њnj оo пp рr сs тt ћc уu фf хh цc чc шs"
-# English words of one meaning: the same in Chinese, and roots of Serbian and Polish words.
+# English words of one meaning ("the": none), the same in Chinese, Serbian and Polish roots.
 GLOSSARY = """\
-get fetch retrieve obtain take taken: 获取 取得 取出 得到 dobij dohvat uze uzim pobier pobra uzysk otrzym;
-set assign apply: 设置 设定 赋值 postav dodel ustaw przypis; contain include has: 包含 sadrž zawier; add
-append insert put push: 添加 插入 追加 放入 doda umet ubac unos unet wstaw dołącz; remove delete drop erase
-strip trim: 删除 移除 去掉 去除 ukla uklo briš obriš izbac usuw usun kasow; create make build built
-construct new: 创建 建立 构建 新建 kreir prav naprav tworz utworz budow; generate: 生成 产生 generi generow
-wygener; find found search lookup locate: 查找 搜索 寻找 找 traž nalaz nađ pretra szuka znajd; check
-verify validate test valid alive: 检查 验证 校验 判断 有效 prover ispit važe živ sprawd popraw waż żyw; read:
-读 读取 cita učita czyta odczyt; load: 加载 载入 učita ładow wczyt; save store keep kept hold held: 保存 存储
-暂存 čuva sačuv zadrž sklad przechow; write written print output: 写 写入 写出 输出 打印 upis ispis piše pisa
-zapis wypis pisz; convert transform translate: 转换 变换 翻译 转 pretvar pretvor konver prevo konwer
-przekszt tłumacz; replace substitute: 替换 取代 zamen zastąp zamien podmien; parse read: 解析 分析 pars
-raščlan analiz; format: 格式 formati formatow; resolve: 解析 解决 razreš rozwiąz rozstrzyg; compare: 比较
-对比 pored upored porów; equal same: 相等 等于 相同 jednak ist równ; match: 匹配 poklap podudar pasuj dopas;
-copy clone duplicate: 复制 拷贝 克隆 kopi klon skopi; move shift: 移动 移 premeš pomer przenies przenos
-przesu; sort order: 排序 sort uređ porząd; order sequence: 顺序 次序 redosled kolejnoś; reverse: 反转 逆 obr
-odwrac odwróc; count number: 计数 数量 个数 数目 broj prebroj liczb ilość policz; size length: 大小 长度 duž
-velič długo rozmiar; split separate tokenize part: 拆分 分割 切分 分段 deli delj podel razdvaj dziel
-podziel rozdziel; join merge concat: 合并 拼接 spaj spoj łącz scal; open: 打开 开启 otvar otvor otwier
-otwar; close shutdown: 关闭 zatvar zatvor zamyk zamkn; start begin launch first: 启动 开始 开头 pokre počet
-počin započ rozpocz początk uruch; stop end finish last: 停止 结束 终止 末尾 zaustav završ kraj zatrzym
-zakończ koniec; execute run: 执行 运行 izvrš wykon; call invoke trigger: 调用 触发 poziv pozov wywoł; send
-sent: 发送 šalj posla sla wysył wysła; receive accept: 接收 收到 prim odbier odbior; wait await block: 等待
-čeka czeka oczek; notify signal: 通知 obavešt powiad; handle process: 处理 obrad przetw obsłu;
-exception error fail throw thrown: 异常 错误 报错 抛出 失败 greš izuze bac błąd błęd wyjąt rzuc zgłasz; skip
-ignore: 跳过 忽略 preskač preskoč ignor pomij pomin; clear reset: 清空 清除 重置 očist poništ czyś wyczyś;
-restore reset revert: 恢复 还原 obnov vrać przywr; return back: 返回 归还 vra povrat zwrac zwróc wrac;
-commit: 提交 potvr zatwier; rollback: 回滚 poništ wycof; transaction: 事务 transakc; bind bound set: 绑定
-vez povez wiąz powiąz; wrap decorate: 包装 封装 包裹 omot obmot owij opakow; intercept: 拦截 presre
-przechwy; register: 注册 登记 registr rejestr; select choose chosen pick: 选择 选取 bira izbor izabr odabi
-wybier wybór wybran; filter: 过滤 筛选 filtr; encode: 编码 kodir kodow zakod; decode: 解码 dekod; charset
-encoding: 编码 字符集 kodn kodiran kodow; escape: 转义 eskejp; encrypt cipher: 加密 šifr szyfr; serialize:
-序列化 serij serial; deserialize: 反序列化 deserij deserial; initialize init: 初始化 inicij inicj; hash: 哈希
-散列 heš hasz miesz; release free: 释放 oslob zwaln zwoln; update change modify: 更新 修改 更改 改变 ažur
-promen izmen menj aktual zmien zmian; connection connect: 连接 konekc vez povez połącz; pool: 池 bazen
-pul; pool connection: 连接池; pool thread: 线程池; database db: 数据库 baz; data: 数据 podat podac danych;
-statement: 语句 iskaz nared instruk poleceń zapyt; prepare: 预编译 准备 pripre przygot; query select: 查询
-upit zapyt; result: 结果 rezul wynik; row: 行 red wiersz; column: 列 kolon; table: 表 tabel; key: 键 主键
-密钥 ključ klucz; value: 值 vredn warto; map mapping: 映射 map odwzor; list: 列表 清单 list; collection: 集合
-kolekc zbirk; array: 数组 niz tablic; set: 集合 skup zbiór; queue: 队列 red kolejk; stack: 栈 stek stos;
-tree: 树 stabl drzew; node: 节点 čvor węz; element item: 元素 项 elem stavk; entry: 条目 项 unos wpis;
-parent: 父 rodit rodzic nadrz; child children: 子 deca dece decu dziec; root: 根 koren korze; iterate
-loop each traverse: 遍历 迭代 循环 obila iter pętl przech; index position ordinal: 索引 下标 位置 序号 indeks
-pozic položaj numer pozyc; first: 第一 首 prv pierwsz; last: 最后 posled ostatn; next: 下一 sledeć następ;
-previous: 上一 prethod poprzed; empty blank: 空 praz pust; null: 空值; exist: 存在 posto istni; cache: 缓存
-keš podręczn; memory: 内存 memor pamię; thread: 线程 nit wątk wątek; lock: 锁 zaključ brav blok; unlock:
-解锁 otključ odblok; concurrent: 并发 konkur współb; synchronize: 同步 sinhron synchron; async: 异步 asinhr
-asynchr; task job: 任务 作业 zadat zadac zadani; schedule timer: 调度 定时 安排 zakaz raspor planow; timeout
-expire: 超时 过期 iste przekrocz wygas; time: 时间 vrem czas; date: 日期 datum data daty datę; day: 天 dan
-dzień dni; hour: 小时 sat godz; minute: 分钟 minut; second: 秒 sekund; year: 年 godin rok lat; zone: 时区
-zon stref; duration elapsed: 时长 耗时 traja trwa; file: 文件 datot fajl plik; directory folder dir: 目录
-文件夹 direk fascik katal; path: 路径 putanj ścież; resource: 资源 resurs zasob; stream: 流 tok strum;
-buffer: 缓冲 bafer bufor; input: 输入 ulaz wejśc; output: 输出 izlaz wyjśc; byte: 字节 bajt; character
-char: 字符 znak karakt; string text: 字符串 文本 nisk strin tekst napis łańcuch; line: 行 lini red wiersz;
-digit: 数字 cifr cyfr; number: 数 数字 broj liczb numer; upper: 大写 velik wielk; lower: 小写 mal; prefix:
-前缀 prefiks; suffix: 后缀 sufiks; whitespace space: 空白 空格 razmak bial spacj; separator delimiter: 分隔符
-separ granič rozdziel; pattern regex: 模式 正则 obraz wzor; comment: 注释 komentar; token: 标记 词法 token;
-expression: 表达式 izraz wyraż; condition: 条件 uslov warun; variable: 变量 promenlj zmienn; constant: 常量
-konst stał; field: 字段 pól; property: 属性 svoj właściw; attribute: 属性 atrib atryb; parameter
-argument: 参数 param argum; method function: 方法 函数 metod funk; class: 类 klas; interface: 接口 interf;
-type: 类型 tip typ; subclass: 子类 podkl podtip podtyp; superclass: 父类 超类 nadkl; constructor: 构造函数 构造器
-konstruk; object: 对象 objek obiekt; instance: 实例 instan; enum: 枚举 nabraj wylicz; annotation: 注解 anot
-adnot; reflection: 反射 reflek; proxy: 代理 proksi pośredn; lazy: 延迟 懒 odlož leniw; dynamic: 动态 dinam
-dynam; name: 名称 名字 名 ime naziv nazw; alias short: 别名 kratk skrót krótk; default: 默认 缺省 podrazum
-domyśl; log: 日志 log dnevn dzienn; config configuration setting option: 配置 设置 选项 konfig podeš opcij
-ustawien opcj; message: 消息 信息 poruk wiadom komunik; event: 事件 događ zdarz; listener callback: 监听 回调
-sluša słuch; request: 请求 zahtev żądan; response: 响应 odgov odpow; header: 头 zaglav nagłów; body: 体
-tel treś; client: 客户端 klij klien; server: 服务器 服务端 serwer; address: 地址 adres; url link: 链接 网址 vez
-odnoś; redirect: 重定向 preusm przekier; session: 会话 sesij sesj; socket: 套接字 soket gniazd; network: 网络
-mrež siec; protocol: 协议 protok; download: 下载 preuz; user: 用户 korisn użytk; password: 密码 lozink
-hasł; permission: 权限 dozvol upraw; access: 访问 pristup dostęp; safe secure: 安全 bezbed sigur
-bezpiecz; sign signature: 签名 potpis podpis; random: 随机 nasum sluča losow; compute calculate create:
-计算 račun izračun oblicz; distance: 距离 rastoj odległ; max maximum: 最大 najve maks najwię; limit
-bound: 限制 上限 granic ogranič; package: 包 paket pakiet; tag: 标签 标记 oznak tag znaczn; document: 文档
-dokum; entity: 实体 entit encj; template: 模板 šablon szablon; script: 脚本 skript skrypt; plugin
-interceptor: 插件 dodat dodac wtyczk; factory: 工厂 fabri; level: 级 nivo poziom; state status: 状态 stan;
-retry: 重试 ponov; repeat: 重复 ponavlj ponovlj powtarz powtór; reuse: 复用 重用 ponov ponown; nested: 嵌套
-ugnjež zagnież; recursive: 递归 rekur; automatic auto: 自动 autom; batch: 批量 批处理 grup wsad; page paging
-bound: 分页 strani stroni; offset: 偏移 pomeraj przesun; idle: 空闲 slobod bezczyn; active: 活动 aktiv
-aktyw; temporary temp: 临时 privrem tymcz; detect identify determine: 检测 识别 判断 otkr identif wykry;
-physical real: 物理 fizič fizycz; several multiple many: 多 više kilka wiel"""
+the: 进行 具体 表示 根据 级联 流程 primer dany danego pravil; get fetch retrieve obtain take taken: 获取 取得 取出 得到
+取 dobij dohva uze uzim pobier pobra uzysk otrzym dosta; set assign apply: 设置 设定 赋值 回填 postav dodel
+ustaw przypis; contain include has: 包含 sadrž uključ zawier dołącz; add append insert put push: 添加 插入
+追加 放入 doda umet ubac unos unet wstaw; remove delete drop erase strip trim evict: 删除 移除 去掉 去除 淘汰 ukla
+uklo briš obriš izbac odbac usuw usun kasow; create make build built construct new: 创建 建立 构建 新建 组装
+kreir prav naprav grad tworz utworz budow; generate: 生成 产生 gener wygener; generic: 泛型 generičk
+generyczn; find found search lookup locate: 查找 搜索 寻找 找 扫描 traž pronađ pronal nalaz nađe pretra szuka
+znajd znalez; check verify validate test valid alive: 检查 验证 校验 判断 有效 可用 prover ispit važe živ sprawd
+popraw waż żyw żyje walid valid; read: 读 读取 cita učita pročita czyta odczyt; load loader: 加载 载入
+učita ładow załad wczyt; save store keep kept hold held: 保存 存储 暂存 čuva sačuv zadrž składow przechow
+wstrzym; write written print output: 写 写入 写出 输出 打印 upis ispis piše pisa napisa zapis wypis pisz
+wpisyw; convert transform translate: 转换 变换 翻译 转 pretvar pretvor konver prevo zamienian przeks
+tłumacz; replace substitute: 替换 取代 zamen zastąp zamien podmien; parse: 解析 分析 pars raščlan analiz;
+format: 格式 formati formatow; resolve: 解析 解决 处理 razreš rozwiąz rozstrzyg ustal; equal same: 相等 等于 相同
+jednak isti ista isto równ tak tego samego samym; match: 匹配 满足 poklap podudar ispunj pasuj dopas
+spełn; copy clone duplicate: 复制 拷贝 克隆 重复 kopi dupli zdupl klon skopi; order sequence sort: 顺序 次序 排序
+redosled sort kolejnoś porząd; count number: 计数 数量 个数 数目 broj prebroj liczb liczn ilość policz; size
+length: 大小 长度 duž velič długo rozmiar; split separate tokenize part: 拆分 分割 切分 分段 deli delj podel
+razdvaj dziel podziel rozdziel; join merge concat: 合并 关联 spaj spoj łącz złącz scal; collect gather
+collection: 收集 积攒 prikup skuplj nagomil zbiera zgromadz; open: 打开 开启 otvar otvor otwier otwar; close
+shutdown: 关闭 zatvar zatvor zamyk zamkn; start begin launch first: 启动 开始 开头 pokre počet počin započ
+rozpocz początk uruch; stop end finish last: 停止 结束 终止 末尾 zaustav završ kraj zatrzym zakończ koniec;
+execute run: 执行 运行 izvrš wykon; executor: 执行器 izvršioc izvršil wykonawc; call invoke trigger: 调用 触发
+poziv pozov wywoł; send sent flush: 发送 šalj posla sla wysył wysła; wait await block: 等待 阻塞 čeka
+czeka oczek; handle process handler: 处理 obrad przetw obsłu; handler: 处理器 rukova obrađiv; exception
+error fail throw thrown: 异常 错误 报错 抛出 失败 greš izuze bac błąd błęd wyjąt rzuc zgłasz zgłosz prijav;
+cause unwrap: 原因 uzrok przyczyn; skip ignore: 跳过 忽略 preskač preskoč ignor pomij pominię; clear reset
+empty flush: 清空 清除 重置 očist čisti poništ prazni isprazn czyś wyczyś opróż; restore reset revert: 恢复
+还原 obnov vrać vrati przywr; return back: 返回 归还 vrać vrati povrat zwrac zwróc wrac; commit: 提交 potvr
+zatwier; rollback: 回滚 poništ wycof; transaction: 事务 transakc; isolation: 隔离 izolac; bind bound set:
+绑定 vez povez wiąz powiąz; wrap decorate: 包装 封装 包裹 装饰 omot obmot umot owij opakow; intercept: 拦截
+presre przechwy; register: 注册 登记 registr rejestr; select choose chosen pick: 选择 选取 选出 bira izbor
+izabr odabi wybier wybór wybran dobier; escape: 转义 eskejp; serialize: 序列化 serij serial; deserialize:
+反序列化 deserij deserial; initialize init: 初始化 inicij inicj; release free: 释放 oslob zwaln zwoln; update
+change modify: 更新 修改 更改 改变 ažur promen izmen menj aktual zmien zmian; connection: 连接 konekc veza
+povez połącz; pool: 池 bazen pul; borrow checkout pop: 借出 pozajm wypożycz; database: 数据库 baz; data:
+数据 podat podac danych; statement: 语句 iskaz nared instruk poleceń zapyt; prepare: 预编译 准备 pripre
+przygot; query select: 查询 upit zapyt; result: 结果 rezul wynik; row: 行 red wiersz; column: 列 kolon
+kolumn; table: 表 tabel; key: 键 主键 ključ klucz; value: 值 vredn warto; evaluate: 求值 izračun oblicz;
+map: 映射 map odwzor; mapper: 映射器 maper mapper; list: 列表 清单 list; collection: 集合 kolekc zbirk; array:
+数组 niz tablic; set: 集合 结果集 skup zbiór; queue: 队列 red kolejk; tree: 树 stabl drzew; node: 节点 čvor węz;
+element item: 元素 项 elem stavk; entry: 条目 项 unos wpis; parent super: 父 rodit rodzic nadrz nadre;
+child children: 子 deca dece decu dziec; iterate loop each traverse: 遍历 迭代 循环 obila iter pętl przech;
+index position ordinal: 索引 下标 位置 序号 indeks pozic položaj redn numer pozyc; first: 第一 首 prv pierwsz;
+last: 最后 posled ostatn; next: 下一 sledeć następ; empty blank: 空 prazn pust; null: 空值; exist: 存在 posto
+istni; miss missing: 未命中 缺失 nedosta brak; cache: 缓存 keš podręczn; memory: 内存 memor pamię; thread: 线程
+nit wątk wątek; lock: 锁 zaključ brav blok; task job: 任务 作业 zadat zadac zadani; schedule timer
+interval: 调度 定时 定期 安排 zakaz raspor planow; timeout expire: 超时 过期 istek istič przekrocz wygas; time:
+时间 vrem czas; date: 日期 datum data daty datę; file: 文件 datot fajl plik; path: 路径 putanj ścież;
+resource: 资源 resurs zasob; stream: 流 tokov strum; input: 输入 ulaz wejśc; output out: izlaz wyjśc;
+byte: 字节 bajt; character char: 字符 znak karakt; string text: 字符串 文本 nisk strin tekst napis łańcuch;
+line: 行 lini red wiersz; number: 数 数字 broj liczb numer; prefix: 前缀 prefiks; suffix: 后缀 sufiks;
+whitespace space: 空白 空格 razmak praznin bial spacj; pattern regex: 模式 正则 obraz wzor; comment: 注释
+komentar; token: 标记 词法 token; placeholder token: 占位符 rezervis zastępcz; expression: 表达式 izraz wyraż;
+condition: 条件 uslov warun; clause: 子句 klauz; fragment include: 片段 fragm; variable: 变量 promenlj
+zmienn; constant: 常量 konst stał; field: 字段 pól; property: 属性 svoj właściw; attribute: 属性 atrib
+atryb; parameter argument param arg: 参数 param argum; method function: 方法 函数 metod funk; class: 类
+klas; interface: 接口 interf; type: 类型 tip typ; subclass: 子类 podkl podtip podtyp; constructor: 构造函数
+构造器 konstruk; object: 对象 objek obiekt; instance: 实例 instan; enum: 枚举 enum nabraj wylicz; annotation:
+注解 anot adnot; reflection: 反射 reflek; proxy: 代理 proksi pośredn; lazy: 延迟 懒 odlož leniw; dynamic: 动态
+dinam dynam; name: 名称 名字 名 命名 ime naziv nazw; id identifier: 标识 标识符 identifik identyfik; alias
+short: 别名 kratk skrót krótk; default: 默认 缺省 podrazum domyśl; log: 日志 log dnevn dzienn; config
+configuration setting option: 配置 设置 选项 konfig podeš opcij ustawien opcj; message: 消息 信息 poruk
+wiadomoś komunik; request: 请求 zahtev żąda zadani; header: 头 zaglav nagłów; url link: 链接 网址 vez
+odnoś; session: 会话 sesij sesj; user: 用户 korisni użytk; password: 密码 lozink hasł; compute calculate
+create: 计算 račun izračun oblicz; max maximum: 最大 najve maks najwię; limit bound: 限制 上限 granic
+ogranič limit; package: 包 paket pakiet; tag: 标签 标记 oznak oznac tag znaczn; document: 文档 dokum;
+script: 脚本 skript skrypt; plugin interceptor: 插件 dodat dodac wtyczk; factory: 工厂 fabri; driver: 驱动
+drajv upravljač sterown; cursor: 游标 kursor; level: 级 级别 nivo poziom; state status: 状态 stanj stanu;
+repeat: 重复 ponavlj ponovlj powtarz powtór; reuse: 复用 重用 ponov; nested: 嵌套 ugnjež ugnež zagnież;
+automatic auto: 自动 autom; batch: 批量 批处理 grup wsad paczk; page bound: 分页 strani stroni; offset: 偏移
+pomeraj przesun; idle: 空闲 slobod woln; active: 活动 占用 aktiv zauze aktyw zaję; detect identify
+determine: 检测 识别 判断 otkri prepozn identif wykry rozpozn; declare define: 声明 定义 deklar zadekl defini
+zdefin; ambiguous conflict: 歧义 冲突 dvosmisl konflik niejednozn; unknown: 未知 nepozn nieznan; several
+multiple many: 多 više kilka wiel; encode charset encoding: 编码 字符集 kodn kodir kodow zakod; receive
+accept: 接收 收到 prima primlj odbier odbior; primary main: 主 glavn primarn główn; client: 客户端 klij
+klien; server: 服务器 服务端 serwer; random: 随机 nasum sluča losow; filter: 过滤 筛选 filtr; hash: 哈希 散列 heš
+hasz; decode: 解码 dekod; concurrent: 并发 konkur współb; directory folder: 目录 文件夹 direk fascik katal;
+buffer: 缓冲 bafer bufor; redirect: 重定向 preusm przekier; response: 响应 odgov odpow; event: 事件 događ
+zdarz; listener callback: 监听 回调 sluša słuch; day: 天 dana dzień dni; zone: 时区 zona strefa"""
 
 
 def terms(text: str) -> list[str]:
@@ -3745,29 +3753,30 @@ def _plain(text):
 def _glossary():
     """-> {foreign word or root: {term: weight}}, {English term: {term: weight}}"""
     roots, synonyms = {}, {}
-    for entry in _plain(GLOSSARY).split(";"):
-        english, foreign = entry.split(":")
-        for n, term in enumerate(terms(english)):
-            synonyms.setdefault(term, {}).update(dict.fromkeys(terms(english), SYNONYM_WEIGHT))
-            for root in foreign.split():
-                roots.setdefault(root, {})[term] = TRANSLATION_WEIGHT if n else 1
+    for english, foreign in (entry.split(":") for entry in _plain(GLOSSARY).split(";")):
+        weights = {t: TRANSLATION_WEIGHT if n else 1 for n, t in enumerate(terms(english))}
+        for root in foreign.split():
+            roots.setdefault(root, {}).update(weights)
+        for term in weights:
+            synonyms.setdefault(term, {}).update(dict.fromkeys(weights, SYNONYM_WEIGHT))
     return roots, synonyms
 
 
 def query_terms(query: str) -> list[dict[str, float]]:
     """Return for each word of a question the terms that can stand for it, with their weights."""
+    query = query[:MAX_QUERY_CHARS]
     roots, synonyms = _glossary()
-    longest = "|".join(sorted(roots, key=len, reverse=True))
-    is_english = not STOP_WORDS.isdisjoint(query.lower().split())
-    wanted = [roots[word] for word in re.findall(longest, re.sub("[^一-鿿]+", " ", query))]
+    longest = re.compile("|".join(sorted(roots, key=len, reverse=True)))
+    is_english = not STOP_WORDS.union(("is", "does")).isdisjoint(query.lower().split())
+    wanted = [roots[word] for word in longest.findall(re.sub("[^一-鿿]+", " ", query))]
     for word in re.findall(r"[^\W一-鿿]+", query):
         is_foreign = not is_english and word[1:].islower()     # not a name, like userId or SQL
         word = _plain(word) if is_foreign else word
-        root = is_foreign and re.match(longest, word)
+        root = is_foreign and (longest.match(word) or longest.match(re.sub("i?je", "e", word)))
         if word.lower() not in QUESTION_WORDS or not is_english and len(word) > 2:
             meaning = roots[root[0]] if root else {}
             wanted += [{**synonyms.get(t, {}), **meaning, t: 1} for t in terms(word)]
-    return [words for n, words in enumerate(wanted) if words not in wanted[:n]]
+    return [words for n, words in enumerate(wanted) if words and words not in wanted[:n]]
 
 
 # =============================================================================
@@ -3976,7 +3985,7 @@ def nearest(vector: array, sketches: SketchIndex,
 #
 # In: a question.  Out: Hits.  The words are always there; vectors with EMBEDDING_PROVIDER.
 # The tutorial adds fixed sums to a cosine: 0.3 for a word in the name, 0.15 for a method, and so
-# on.  Measured (javadoc_dev, MRR): MiniLM's cosine alone .48, with these sums .46, ours .57.
+# on.  Measured (javadoc_dev, MRR): MiniLM's cosine alone .48, with these sums .46, ours .59.
 # Trap: vectors of two models can't be compared, so another embedder makes a new index.
 # Simplified: an index is brought up to date by a search or /index; products watch the folder.
 # Tests: TestCodeIndex (exercise, 3 of 3 stars).  Try: /index, then /search and /graph.
@@ -4003,8 +4012,9 @@ CREATE INDEX IF NOT EXISTS relations_of_file ON code_relations(project_id, file_
 FIELDS = "name, class, path, signature, prose, body"
 FIELD_WEIGHTS = (5, 4, 0.5, 3, 0.5, 0.5)                  # a word in the name says most
 CANDIDATES = 300                         # so many chunks FTS5 finds, for rank() to put in order
+SHORT_BODY = 7                           # so few terms do little
 # Comments and string literals of Java and Python; a # stands in no Java code.
-_PROSE = r'(/(?:/[^\n]*|\*[^*]*(?:\*(?!/)[^*]*)*\*/)|"[^"\n]*"|#[^\n]*)'
+_PROSE = r'(/(?:/[^\n]*|\*[^*]*(?:\*(?!/)[^*]*)*(?:\*/|\Z))|"[^"\n]*"|#[^\n]*)'
 
 
 # ---- ranking
@@ -4012,7 +4022,7 @@ _PROSE = r'(/(?:/[^\n]*|\*[^*]*(?:\*(?!/)[^*]*)*\*/)|"[^"\n]*"|#[^\n]*)'
 def fields(chunk: Chunk) -> list[str]:
     """Return the terms of a chunk for each of FIELDS: ["reply", "chat model", ...]."""
     owner, _, name = chunk.name.partition("(")[0].rpartition(".")
-    parts = re.split(_PROSE, chunk.text)
+    parts = re.split(_PROSE, chunk.text.replace("\0", " "))
     signature, body = "", " ".join(parts[::2])
     if chunk.kind != "file":
         signature, body = re.split(r"[{;]|:\n|\Z", body, maxsplit=1)
@@ -4034,11 +4044,14 @@ def word_candidates(run: Callable, table: str, wanted: list[dict], ids: Iterable
     return rows + list(run(f"{select} rowid IN ({', '.join(map(str, others))})"))
 
 
-def rank(wanted: list[dict], rows: list[tuple], cosines: dict[int, float]) -> list[tuple]:
+def rank(wanted: list[dict], rows: list[tuple], cosines: dict[int, float],
+         is_question: bool = False) -> list[tuple]:
     """Return [(score, id)] of the rows (id, *FIELDS), best first; wanted is from query_terms().
 
     By words a chunk has Okapi's BM25, raised by the part of its name and its class's name that
-    is asked for, and by the part of the question that it has.  A cosine counts double.
+    is asked for, and by the part of the question that it has.  "Where is the timeout kept?" is not
+    answered by getTimeout(): a question wants code that does something.  A cosine counts three
+    times.  Both are squared: what is sure by one of them needs little of the other.
     Source: Robertson, Zaragoza: The Probabilistic Relevance Framework, 2009
     """
     weights_of = {id_: _term_weights(columns) for id_, *columns in rows}
@@ -4054,11 +4067,14 @@ def rank(wanted: list[dict], rows: list[tuple], cosines: dict[int, float]) -> li
         return sum(asked.get(t, 0) for t in name) / (sum(rarity[t] for t in name) or 1)
 
     scores = {}
-    for id_, name, owner, *_ in rows:
+    for id_, name, owner, *_, body in rows:
         names = (1 + asked_part(name.split()) / 2) * (1 + asked_part(owner.split()) / 2)
         scores[id_] = names * _words_score(wanted, weights_of[id_], mean_size)
+        if is_question:
+            scores[id_] *= 1 - math.exp(-(1 + len(body.split())) / SHORT_BODY)
     best = max(scores.values(), default=0) or 1
-    return sorted([(score / best + 2 * cosines.get(id_, 0), id_)
+    lowest = min(cosines.values(), default=0)             # about that of a row that has none
+    return sorted([((score / best) ** 2 + 3 * max(0, cosines.get(id_, lowest)) ** 2, id_)
                    for id_, score in scores.items()], reverse=True)
 
 
@@ -4172,7 +4188,7 @@ class CodeIndex:
         """
         cancel, began = cancel or Cancel(), time.monotonic()
         id_, warnings = self._begin(cancel)
-        known, found, changed, gone = self._changes()
+        known, found, changed, gone = self._changes(cancel)
         stats = IndexStats(len(found), len(changed), 0, len(gone), warnings=warnings)
         size = EMBED_FILES if self.embedder else BATCH_FILES
         job = Job("index", self._keep, id_, [], gone, cancel)
@@ -4189,18 +4205,20 @@ class CodeIndex:
             on_progress(stats)
         job.wait(cancel)
         (n_chunks, n_relations), = self._store().run(
-            "SELECT (SELECT count(*) FROM code_chunks WHERE project_id = ?1), "
-            "(SELECT count(*) FROM code_relations WHERE project_id = ?1)", id_)
+            "SELECT (SELECT count(*) FROM code_chunks WHERE project_id = ?), "
+            "(SELECT count(*) FROM code_relations WHERE project_id = ?)", id_, id_)
         return stats._replace(
             chunks=n_chunks, relations=n_relations, seconds=time.monotonic() - began)
 
-    def _changes(self):
+    def _changes(self, cancel):
         """Compare folder and index -> (known: {path: [size, mtime, hash]}, found: {path: stat},
         changed: the paths of new and changed files, gone: those of the known that are no more)"""
+        if not os.path.isdir(self.root):                  # or all would be forgotten
+            raise ToolError(f"{self.root} is no longer there; /index PATH turns to another folder")
         known = {path: kept for path, *kept in self._store().run(
             "SELECT file_path, size, mtime_ns, hash FROM files WHERE project_id = ?",
             self._meta()[0])}
-        found = dict(source_files(self.root))
+        found = dict(source_files(self.root, cancel))
         changed = [path for path, s in found.items()
                    if path not in known or known[path][:2] != [s.st_size, s.st_mtime_ns]]
         return known, found, changed, [path for path in known if path not in found]
@@ -4218,8 +4236,8 @@ class CodeIndex:
             run("INSERT OR IGNORE INTO meta(project_path, embedder, dimension) VALUES (?, ?, ?)",
                 self.root, label, dimension)
             run("UPDATE meta SET indexed_from = ? WHERE project_path = ?", self._cwd, self.root)
-        id_ = self._meta()[0]
-        self._store().run(f"CREATE VIRTUAL TABLE IF NOT EXISTS terms_{id_} USING fts5({FIELDS})")
+            id_, = run("SELECT id FROM meta WHERE project_path = ?", self.root).fetchone()
+            run(f"CREATE VIRTUAL TABLE IF NOT EXISTS terms_{id_} USING fts5({FIELDS})")
         return id_, notices
 
     def clear(self) -> None:
@@ -4251,7 +4269,7 @@ class CodeIndex:
         """Embed and store what was read, in place of what there was; forget the paths `gone`."""
         chunks = [c for f in files for c in f.chunks or ()]
         vectors = [None] * len(chunks)
-        if self.embedder:
+        if self.embedder and chunks:
             vectors = self.embedder.embed([embedding_text(c) for c in chunks], cancel)
         insert = self._store().insert
         with self._store().transaction() as run:
@@ -4285,7 +4303,7 @@ class CodeIndex:
     # ---- search
 
     def search(self, query: str, top_k: int = 5, cancel: Cancel | None = None) -> list[Hit]:
-        """Return the chunks that fit a question best, at most 2 of a file.
+        """Return the chunks that fit a question best, at most 2 of a file, overloads as one.
 
         Raises ToolError if the folder is not indexed yet.
         """
@@ -4295,12 +4313,14 @@ class CodeIndex:
         cosines, wanted = self._cosines(query, cancel), query_terms(query)
         rows = word_candidates(self._store().run, f"terms_{id_}", wanted, cosines)
         hits, n_of = [], collections.Counter()
-        for score, chunk_id in rank(wanted, rows, cosines):
-            for row in self._store().run(                 # none if it was replaced just now
+        for score, chunk_id in rank(wanted, rows, cosines, query.rstrip().endswith(("?", "？"))):
+            for path, kind, name, *rest in self._store().run(       # none if it was replaced
                     "SELECT file_path, chunk_type, name, start_line, end_line, content "
                     "FROM code_chunks WHERE id = ?", chunk_id):
-                n_of[row[0]] += 1
-                hits += [Hit(*row, score)] * (n_of[row[0]] <= 2)
+                method = path, name.partition("(")[0] if kind == "method" else chunk_id
+                if n_of[path] < 2 and not n_of[method]:
+                    n_of.update([path, method])
+                    hits.append(Hit(path, kind, name, *rest, score))
             if len(hits) >= top_k:
                 break
         return hits
@@ -4311,7 +4331,7 @@ class CodeIndex:
         self.trouble, vector = "", []
         if self.embedder and self.embedder.label == label:
             try:
-                vector = self.embedder.embed([query], cancel)[0]
+                vector = self.embedder.embed([self._mask(query)], cancel)[0]
             except ModelError as e:
                 self.trouble = f"searched by words alone: {e}"
         if not vector or len(vector) != dimension:
@@ -4330,17 +4350,19 @@ class CodeIndex:
         """
         id_, last = self._meta()[0], name.rpartition(".")[2]
         known = [full for full, in self._store().run(
-            "SELECT from_name FROM code_relations WHERE project_id = ?1 UNION SELECT to_name FROM "
-            "code_relations WHERE project_id = ?1 AND kind = 'contains'", id_)
-            if f".{full}".endswith("." + name)]
+            "SELECT from_name FROM code_relations WHERE project_id = ? AND "
+            "substr('.' || from_name, ?) = ? UNION SELECT to_name FROM code_relations WHERE "
+            "project_id = ? AND substr('.' || to_name, ?) = ? AND kind = 'contains'",
+            *(id_, -len(name) - 1, "." + name) * 2)]
         shortest = min(known, key=len, default=name)      # not its constructor, Agent.Part.Part
         if shortest != name and not all(f"{full}.".startswith(shortest + ".") for full in known):
             raise ToolError(f"there are several: {clip(', '.join(known), 2000)}")
         name = shortest
         found = [Relation(*row) for row in self._store().run(
-            "SELECT DISTINCT from_name, kind, to_name FROM code_relations WHERE project_id = ?1 "
-            "AND (from_name = ?2 OR from_name GLOB ?2 || '.*' OR to_name IN (?2, ?3) AND "
-            "kind <> 'contains')", id_, name, last)]
+            "SELECT DISTINCT from_name, kind, to_name FROM code_relations WHERE project_id = ? "
+            "AND (from_name = ? OR from_name BETWEEN ? AND ? OR "                # / follows .
+            "to_name IN (?, ?) AND kind <> 'contains')",
+            id_, name, name + ".", name + "/", name, last)]
         if not found:
             raise ToolError(f"nothing is known of {name}; /index reads what is new")
         return sorted(found, key=lambda r: (not f"{r.name}.".startswith(name + "."), r))
@@ -4348,14 +4370,17 @@ class CodeIndex:
     def refresh(self, cancel: Cancel | None = None) -> str:
         """Read again what has changed, if that is little; return what the person should know."""
         id_, _, label, _ = self._meta()
-        _, _, changed, gone = self._changes()
+        _, _, changed, gone = self._changes(cancel)
         n_stale = len(changed) + len(gone) if id_ else 0
         is_same = label == (self.embedder.label if self.embedder else "")
         if n_stale > MAX_STALE or n_stale and not is_same:
             return f"{n_stale} files have changed since /index: run it again"
-        if n_stale:
-            self.build(cancel=cancel)
-        return ""
+        try:
+            if n_stale:
+                self.build(cancel=cancel)
+            return ""
+        except ModelError as e:          # no vectors now, but the search by words goes on
+            return f"{n_stale} files have changed since /index, and can't be read again: {e}"
 
 
 # ---- for people and for models
@@ -4600,6 +4625,7 @@ def index_folder(app, arguments: str) -> str:
     if not os.path.isdir(root):
         raise ConfigError(f"there is no folder {root}")
     app.index.use(root)
+    app.events.put({"type": "wait", "text": f"📚 {root}"})
     stats = app.index.build(on_progress, app.cancel)
     lines = [f"⚠️ {visible(warning)}" for warning in stats.warnings[:20]]
     lines += [f"⚠️ and {len(stats.warnings) - 20} more"] * (len(stats.warnings) > 20)
@@ -4805,7 +4831,7 @@ class Screen:
             self.line(line.format(**event), style)
         getattr(self, "_on_" + kind, lambda event: None)(event)
 
-    def tick(self) -> None:
+    def tick(self, event: dict | None = None) -> None:
         """Move the spinner; called some times a second while nothing comes."""
         if self._is_live and self._activity and self._open in ("", "spinner"):
             seconds = int(time.monotonic() - self._since)
@@ -4813,6 +4839,7 @@ class Screen:
             line = fit(f"{mark} {self._activity} {seconds} s", self._columns() - 1)
             print("\r\x1b[K" + self.style("dim", line), end="", file=self.err, flush=True)
             self._open = "spinner"
+    _on_wait = tick                      # where one follows the other, there is no quiet moment
 
     def settle(self) -> None:
         """Take the spinner away, or end an open line."""
@@ -5039,9 +5066,8 @@ def build(config: Config) -> App:
     app.agent = Agent(DemoModel(), toolbox, app.memory, app.on_event, "", config.max_rounds,
                       config.token_budget, config.turn_timeout_s, app.notes, app.compact)
     trust_env(app)
-    app.index = CodeIndex(
-        os.path.join(config.get("PAICLI_RAG_DIR", os.path.join(config.home, "rag")), "codebase.db"),
-        config.cwd, use_embedder(app), app.mask)
+    rag = os.path.expanduser(config.get("PAICLI_RAG_DIR", os.path.join(config.home, "rag")))
+    app.index = CodeIndex(os.path.join(rag, "codebase.db"), config.cwd, use_embedder(app), app.mask)
     toolbox.add(tools_in(CodeTools(app.index)))
     app.notices += [app.use_model(), *load_plugins(app)]
     if config.resume:
@@ -5099,8 +5125,10 @@ def run_line(app: App, screen: Screen, line: str, is_command: bool) -> int:
         job = Job("turn", work)
         draw_until_end(app, screen, cancel)
         error = job.error()
-    if isinstance(error, Cancelled):                      # the stop event has told of it
-        return 130 if app.agent.stop_reason == "cancelled" else 1
+    if isinstance(error, Cancelled):                      # of a turn, the stop event has told
+        if is_command:
+            screen.line(f"⏹️ cancelled {error}")
+        return 130 if is_command or app.agent.stop_reason == "cancelled" else 1
     if error:
         bug = f"a bug in PaiCLI, please report it: {type(error).__name__}: "
         text = str(error) if isinstance(error, PaiError) else f"{bug}{error}"

@@ -6,6 +6,7 @@
 To learn by doing, write a section yourself:
 
     python test_paicli.py blank agent              writes exercise_agent.py: that section, bodies gone
+    python test_paicli.py blank embeddings cosine  or only these bodies of it
     python test_paicli.py check agent              tests it inside the rest of paicli, first failure first
 
 Edit only exercise_*.py.  The answers are in paicli.py; look after trying.
@@ -40,13 +41,14 @@ import textwrap
 import threading
 import time
 import unittest
+import warnings
 from array import array
 
 import paicli
 
 HERE = pathlib.Path(__file__).resolve().parent
 PATH = HERE / "paicli.py"
-MAX_LINES = 5250                         # DESIGN.md wants 4500: the README says why not
+MAX_LINES = 5250                         # meant to stay under 4500: code search did not fit
 POSIX = os.name == "posix"
 
 
@@ -493,6 +495,17 @@ class TestTheBook(unittest.TestCase):
             compile(blanked, one.slug, "exec")
             self.assertIn(f"exercise {one.number}: ", blanked)
             self.assertEqual([], [line for line in blanked.split("\n") if len(line) > 110])
+
+    def test_an_exercise_can_be_one_function(self):
+        with tempfile.TemporaryDirectory() as folder:
+            def run(*argv):
+                return subprocess.run([sys.executable, str(HERE / "test_paicli.py"), *argv], cwd=folder, stdin=subprocess.DEVNULL,
+                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
+            self.assertRegex(run("blank", "embeddings", "cosin").stderr, "no cosin; there are OpenAIEmbedder.embed, .*cosine")
+            self.assertEqual(0, run("blank", "embeddings", "cosine").returncode)
+            text = pathlib.Path(folder, "exercise_embeddings.py").read_text(encoding="utf-8")
+            self.assertEqual(["16: cosine"], re.findall(r'NotImplementedError\("exercise (.+)"\)', text))
+            self.assertRegex(run("check", "embeddings").stderr, r"(?s)NotImplementedError: exercise 16: cosine\n.*\nRan .*FAILED")
 
 
 # ---- 1 ---------------------------------------------------------------------------------------------
@@ -2321,6 +2334,10 @@ class TestJavaLexer(unittest.TestCase):
     def test_a_brace_without_a_partner_reaches_to_the_end_or_is_left_out(self):
         self.check(paicli.brace_map, {"{ {}": {0: 4, 2: 3}, "} {}": {2: 3}})
 
+    def test_a_body_that_is_not_closed_ends_before_the_next_member(self):
+        self.check(paicli.brace_map, {"A {\n f() {\n public g() {}\n}": {2: 26, 9: 10, 23: 24},
+                                      "A {\n f() {\n  static {}\n": {2: 23, 9: 23, 20: 21}})
+
     def test_an_annotation_becomes_a_sign_of_the_same_length(self):
         self.check(paicli.bare_code, {"@A int x": "#  int x", "@a.B(x = {1}, y = (2)) f": "#" + " " * 22 + "f",
                                       "@A(@B(@C)) f": "#          f", "@interface X": "@interface X"})
@@ -2505,6 +2522,8 @@ class TestCodeChunks(Case):
             for path in matches + passes:
                 self.assertEqual(path in matches, bool(re.fullmatch(regex, path)), (line, path, regex))
         self.assertFalse(paicli.ignore_rule("!keep.log")[1])
+        for pattern in ("*a" * 7 + "*b", "**/a/" * 7 + "b"):
+            self.assertIsNone(paicli.ignore_rule(pattern)[0].fullmatch("a" * 200 + "/a" * 100))
 
     def test_only_files_worth_reading_are_walked(self):
         for name in ("a.java", "src/build/B.java", "keep.log.md", "sub/ok.py", "sub/gen/no.py", "sub/gen2/yes.py", "build/x.java", "node_modules/m.js", ".git/g.py",
@@ -2519,6 +2538,48 @@ class TestCodeChunks(Case):
         found = dict(paicli.source_files(self.folder))
         self.assertEqual(["a.java", "keep.log.md", "src/build/B.java", "sub/gen2/yes.py", "sub/ok.py"], sorted(found))
         self.assertEqual(1, found["a.java"].st_size)
+
+    def test_a_gitignore_that_makes_no_sense_stops_nothing(self):
+        self.write("a.md", "x")
+        self.write("b.txt", "x")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")                                     # re warns of [[:alpha:]] on stderr
+            self.write(".gitignore", "[z-a].md\n[!]\n[a\\].md\n[[:alpha:]].x\nb.txt\n")
+            self.assertEqual(["a.md"], [path for path, _ in paicli.source_files(self.folder)])
+
+    @unittest.skipUnless(sys.platform == "linux", "elsewhere names are Unicode")
+    def test_names_that_are_no_unicode_are_passed_over(self):
+        self.write("ok.py", "x")
+        for name in (b"caf\xe9.py", b"\xff/x.py"):
+            path = os.path.join(os.fsencode(self.folder), name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            open(path, "w").close()
+        self.assertEqual(["ok.py"], [path for path, _ in paicli.source_files(self.folder)])
+
+    def test_a_walk_can_be_stopped(self):
+        cancel = paicli.Cancel()
+        for name in ("a/x.py", "b/x.py", "y.py"):
+            self.write(name, "x")
+        walk = paicli.source_files(self.folder, cancel)
+        self.assertEqual("y.py", next(walk)[0])
+        cancel.set()
+        self.raises(paicli.Cancelled, "by you", list, walk)
+
+    def test_python_nested_too_deep_to_be_named_keeps_what_was_understood(self):
+        for depth in (300, 500, 900, 3000):
+            text = "def first(): pass\nclass A(" + ".".join("x" * depth) + "): pass\n"
+            chunks, _, error = paicli.read_source("a.py", text)
+            self.assertIn("def first(): pass", "\n".join(c.text for c in chunks))
+            self.assertRegex(error, "^(|line 1: .*)$")
+        self.assertRegex(error, "recursion|nested|stack|memory")
+
+    def test_half_a_surrogate_in_a_java_name_can_be_stored(self):
+        _, relations, _ = paicli.read_source("A.java", 'class A { void f\\ud800() { } void \\ud835\\udc00() { } }')
+        self.assertEqual({"A.f\ufffd", "A.\U0001d400"}, {r.other for r in relations})
+
+    def test_the_end_of_another_comment_ends_the_search_for_the_beginning_of_one(self):
+        text = "# /*\nx = 1  # */\n" + "# */\ndef f(): pass\n" * 3
+        self.assertEqual([4, 6, 8], [c.start_line for c in paicli.chunk_file("a.py", text)])
 
     def test_a_text_to_embed_names_the_chunk(self):
         chunks = {c.kind: c for c in paicli.chunk_file("src/Agent.java", self.JAVA)}
@@ -2579,6 +2640,9 @@ class TestSearchTerms(unittest.TestCase):
                       "Где се чита кључ из датотеке?"):
             self.translated(query, "read", "key", "file")
 
+    def test_ijekavian_words_are_found_by_ekavian_roots(self):
+        self.translated("Gdje se provjerava vrijednost zahtjeva?", "verify", "value", "request")
+
     def test_polish_words_are_found_by_their_roots(self):
         self.translated("Gdzie zamykane są połączenia z bazą?", "close", "connection", "database")
         self.translated("Jak działa pamięć podręczna wątków", "cache", "thread")
@@ -2587,11 +2651,23 @@ class TestSearchTerms(unittest.TestCase):
         self.translated("redosled", "order")
         self.assertFalse(any("row" in words for words in paicli.query_terms("redosled")))
 
+    def test_words_that_only_contain_another_one_mean_nothing(self):
+        self.translated("返回多行", "row")
+        self.assertEqual([], paicli.query_terms("进行"))
+
+    def test_a_question_with_is_or_does_is_english(self):
+        self.assertFalse(any("wher" in words for words in paicli.query_terms("Where is a list?")))
+
     def test_names_and_words_of_other_languages_mix(self):
         self.translated("Gde se zatvara SqlSession u keš?", "close", "sql", "session", "cache")
 
     def test_an_english_question_is_not_taken_for_serbian(self):
         self.assertFalse(any("row" in words for words in paicli.query_terms("the red color of an icon")))
+
+    def test_of_a_very_long_question_the_beginning_counts(self):
+        wanted = paicli.query_terms("socket " + " ".join(f"w{n}" for n in range(20000)))
+        self.assertIn("socket", wanted[0])
+        self.assertLess(len(wanted), 1000)
 
     def test_cutting_is_fast_in_any_text(self):
         self.assertEqual(paicli.terms("x" * 100_000 + " " + "_" * 100_000)[0][:2], "xx")
@@ -2815,6 +2891,66 @@ class TestCodeIndex(Case):
         self.stats = index.build()
         return index
 
+    # -- ranking
+
+    def ranked(self, wanted, *rows, cosines=()):
+        """Numbers of the rows, best first; a row is name, class, path, signature, prose, body, perhaps less."""
+        rows = [(n, *row, *[""] * (6 - len(row))) for n, row in enumerate(rows, 1)]
+        wanted = [words if isinstance(words, dict) else {words: 1} for words in wanted]
+        return [n for _, n in paicli.rank(wanted, rows, dict(cosines))]
+
+    def test_a_rare_word_says_more_than_a_common_one(self):
+        rows = [("x", "", "", "", "", "rare")] + [("x", "", "", "", "", "common")] * 5
+        self.assertEqual(1, self.ranked(["common", "rare"], *rows)[0])
+
+    def test_a_question_finds_what_does_the_work_and_a_name_finds_a_getter(self):
+        self.write("code/A.java", "class A {\n  int getTimeout() { return timeout; }\n  void waitForTimeout() {\n    while (clock.now() < "
+                   "start + timeout && lock.isHeld(owner)) { sleep(pause); count++; }\n  }\n}\n")
+        index = self.index()
+        index.build()
+        for query, best in (("timeout", "A.getTimeout()"), ("Where is the timeout used?", "A.waitForTimeout()")):
+            self.assertEqual(best, next(h.name for h in index.search(query) if h.kind == "method"))
+
+    def test_a_word_in_the_name_says_more_than_one_in_the_body(self):
+        self.assertEqual([1, 2, 3], self.ranked(["read"], ("read", "a"), ("b", "a", "", "read x x"), ("c", "a", "", "d e", "", "read")))
+
+    def test_a_name_counts_by_the_part_that_was_asked_for(self):
+        longer = "a b c d e f g h i j k l m n"
+        self.assertEqual([1, 2], self.ranked(["read"], ("read", "", "", "", "", longer), ("read file", "")))
+        self.assertEqual([1, 2], self.ranked(["pool"], ("get", "pool", "", "", "", longer), ("get", "pool demo")))
+
+    def test_the_part_of_the_question_that_is_found_counts(self):
+        both, one = ("x", "", "", "", "", "read file a b c"), ("y", "", "read", "", "read", "read")
+        self.assertEqual([1, 2, 3], self.ranked(["read", "file"], both, one, ("z", "", "", "", "", "file")))
+
+    def test_many_synonyms_are_no_more_than_the_word_itself(self):
+        fetch = {"fetch": 1, "get": 0.4, "load": 0.4, "take": 0.4}
+        self.assertEqual([1, 2], self.ranked([fetch], ("x", "", "", "", "", "fetch a b"), ("y", "", "", "", "", "get load take")))
+
+    def test_of_two_that_say_the_same_the_shorter_comes_first(self):
+        self.assertEqual([1, 2], self.ranked(["read"], ("x", "", "", "", "", "read a"), ("x", "", "", "", "", "read a b c d e f g h")))
+
+    def test_what_looks_alike_can_outweigh_words(self):
+        words, alike = ("read file", "x"), ("open", "x")
+        self.assertEqual([1, 2], self.ranked(["read", "file"], words, alike, cosines={1: 0.3, 2: 0.6}))
+        self.assertEqual([2, 1], self.ranked(["read", "file"], words, alike, cosines={1: 0.1, 2: 0.7}))
+        self.assertEqual([2, 1], self.ranked(["zzz"], words, alike, cosines={1: 0.1, 2: 0.7}))
+        self.assertEqual([1, 2], self.ranked(["zzz"], words, alike, cosines={1: 0.1, 2: -0.7}))
+
+    def test_a_row_that_is_not_among_the_nearest_counts_as_the_last_of_them(self):
+        rows = ("read file", "x"), ("read file of lines", "x"), ("open", "x")
+        self.assertEqual([1, 2, 3], self.ranked(["read", "file"], *rows, cosines={2: 0.5, 3: 0.45}))
+        self.assertEqual([], self.ranked(["read"]))
+
+    def test_the_fields_of_a_chunk_have_each_term_once(self):
+        text = '/** Reads a file. */\nString read(File file) { // of files\n    open(file); open(file, "x"); return lines;\n}'
+        chunk = paicli.Chunk("src/main/java/io/Reader.java", "method", "Reader.read(File)", text, 1, 4)
+        T = lambda text: " ".join(paicli.terms(text))  # noqa: E731
+        self.assertEqual([T("read"), T("reader"), T("io reader"), T("String read File file"), T("reads file x"), T("open file return lines")],
+                         [" ".join(field.split()) for field in paicli.fields(chunk)])
+
+    # -- the index
+
     def test_a_method_is_found_by_what_its_name_says(self):
         index = self.built()
         for query, name in (("parse http header", "Agent.parseHttpHeader(String)"), ("queryModel", "Agent.queryModel(String)"),
@@ -2833,6 +2969,13 @@ class TestCodeIndex(Case):
         index.build()
         self.assertEqual({"A.java": 2, "B.java": 2}, dict(collections.Counter(h.path for h in index.search("read file"))))
         self.assertEqual(1, len(index.search("read file", 1)))
+
+    def test_of_overloads_only_the_best_is_shown(self):
+        self.write("code/A.java", "class A {\n void read(File file) { }\n void read(String file) { }\n void read() { }\n void close(File file) { }\n}")
+        self.write("code/b.md", "read a file\n" + "x " * 900 + "\n\nread the file\n" + "y " * 900)
+        index = self.index()
+        index.build()
+        self.assertEqual(["A", "A.read", "b.md", "b.md"], sorted(h.name.partition("(")[0] for h in index.search("read file")))
 
     def test_only_what_changed_is_read_again(self):
         index = self.built()
@@ -2885,34 +3028,76 @@ class TestCodeIndex(Case):
         self.assertEqual([], self.index().search("login"))                    # words only
         self.assertEqual("Agent.parseHttpHeader(String)", index.search("split")[0].name)
 
+    def test_without_its_server_an_index_with_vectors_is_searched_by_words(self):
+        index = self.built(self.Embedder("send"))
+        self.write("code/New.java", "class New { void brandNewThing() { } }")
+
+        def is_down(texts, cancel=None):
+            raise paicli.ModelError("no answer from 127.0.0.1")
+        index.embedder.embed = is_down
+        text = paicli.CodeTools(index).search_code("parse http header")
+        self.assertRegex(text, r"(?s)^Most relevant: Agent.parseHttpHeader.*\n1 files have changed since /index, and can't be read again: no answer"
+                               r".*\nsearched by words alone: no answer from 127.0.0.1$")
+
+    def test_vectors_of_what_is_new_are_searched(self):
+        embedder = self.Embedder("send", "split", "login")
+        index = self.built(embedder)
+        index.search("login")
+        self.write("code/New.java", "class New { void login() { } }")
+        index.build()
+        embedder.words = ("send", "split", "zzz")                              # a question about "zzz" looks like "login"
+        self.assertIn("New.java", {h.path for h in index.search("zzz")})
+
+    def test_two_may_index_a_folder_at_once(self):
+        embedder = self.Embedder("send")
+        other, embed = self.index(embedder), embedder.embed
+
+        def meanwhile(texts, cancel=None):
+            if len(texts) > 1:
+                embedder.embed = embed
+                other.build()
+            return embed(texts)
+        embedder.embed = meanwhile
+        index = self.built(embedder)
+        self.assertEqual((3, 0), (self.stats.changed, index.build().changed))
+        self.assertEqual(self.stats.chunks, other.build().chunks)
+        self.assertEqual(1, [h.name for h in index.search("parse http header")].count("Agent.parseHttpHeader(String)"))
+
+    def test_a_batch_that_fails_ends_the_build(self):
+        for n in range(2 * paicli.EMBED_FILES + 1):
+            self.write(f"code/f{n:03}.py", "def apple(): pass\n")
+        embedder, n_asked = self.Embedder("apple"), []
+        embed = embedder.embed
+
+        def fails_once(texts, cancel=None):
+            n_asked.append(len(texts))
+            if len(n_asked) == 2:
+                raise paicli.ModelError("the server is down")
+            return embed(texts)
+        embedder.embed = fails_once
+        index = self.index(embedder)
+        self.raises(paicli.ModelError, "the server is down", index.build)
+        embedder.embed = embed
+        self.assertLessEqual(paicli.EMBED_FILES, index.build().changed)
+        self.assertEqual(0, index.build().changed)
+
     def test_another_embedder_or_dimension_makes_a_new_index(self):
         embedder = self.Embedder("send", "split")
         index = self.built(embedder)
         embedder.label = "hand:2"
-        self.assertEqual("Agent.queryModel(String)", index.search("query model")[0].name)      # by words, never by other vectors
+        embedder.asked.clear()
+        self.assertEqual("Agent.queryModel(String)", index.search("query model")[0].name)
+        self.assertEqual([], embedder.asked)                                   # by words, never by other vectors
         stats = index.build()
         self.assertEqual((3, 3), stats[:2])
         self.assertIn("made anew", stats.warnings[0])
         embedder.words = tuple("abcdefghijkl")
+        self.assertEqual([], index.search("zzz"))
         self.assertEqual(3, index.build().changed)
         self.assertEqual(0, index.build().changed)
         index.clear()
         self.raises(paicli.ToolError, "not indexed yet", index.search, "query")
         self.assertEqual(3, index.build().changed)
-
-    def test_two_may_index_the_same_folder_at_once(self):
-        first, second = self.Embedder("send"), self.Embedder("send")
-        self.built(second)
-        self.write("code/New.java", "class New { void brandNewThing() { } }")
-        other, embed = self.index(second), first.embed
-
-        def meanwhile(texts, cancel=None):
-            if "".join(texts).startswith("["):
-                other.build()
-            return embed(texts)
-        first.embed = meanwhile
-        self.assertEqual((4, 1), self.index(first).build()[:2])
-        self.assertEqual(["class", "method"], sorted(h.kind for h in other.search("brand new thing") if h.path == "New.java"))
 
     def test_projects_share_a_database_and_nothing_else(self):
         self.built()
@@ -2983,6 +3168,73 @@ class TestCodeIndex(Case):
     def test_what_it_needs_is_said(self):
         self.write("rag/codebase.db", "this is no database " * 100)
         self.raises(paicli.ConfigError, "codebase.db can't be used", self.index().search, "x")
+
+
+    def test_nul_bytes_and_unclosed_comments_are_stored_like_any_text(self):
+        self.write("code/a.md", "x\n" * 9000 + "a \0 purple \0 elephant\n")
+        self.write("code/A.java", "class A { void purpleFox() { " + "/* " * 100000)       # took hours
+        self.index().build()
+        self.assertEqual({"a.md", "A.java"}, {h.path for h in self.index().search("purple")})
+
+    def test_fewer_than_one_result_is_one(self):
+        index = self.built()
+        self.assertEqual([1, 1, 3], [len(index.search("first", n)) for n in (0, -1, 10 ** 30)])
+
+    def test_the_wildcards_of_sql_are_only_characters_and_case_counts(self):
+        self.write("code/a.py", "class read_file:\n    def a(self): x()\nclass readXfile:\n    def b(self): x()\nclass Read_file:\n    def c(self): x()\n")
+        self.write("co_e/a.py", "def other_folder(): pass\n")
+        index = self.index()
+        index.build()
+        self.index(root="co_e").build()
+        self.assertEqual({"read_file", "read_file.a"}, {r.name for r in index.relations("read_file")})
+        for name in ("%", "_", "x" * 100000):
+            self.raises(paicli.ToolError, "nothing is known", index.relations, name)
+        self.raises(paicli.PaiError, "codebase.db can't be used", index.relations, "\ud800")
+        inside = self.index(root="code/sub")                                   # not in co_e, the last one that was indexed
+        self.assertEqual(["a.py"], [h.path for h in inside.search("read file", 1)])
+        self.assertEqual([], inside.search("other folder"))
+
+    def test_searches_at_once_may_find_the_same_new_file(self):
+        self.built().close()
+        embedder, both = self.Embedder("send"), threading.Barrier(2, timeout=10)
+        self.index(embedder).build()
+        self.write("code/New.java", "class New { void brandNewThing() { } }")
+        embed = embedder.embed
+
+        def embed_together(texts, cancel=None):
+            if "brandNewThing" in texts[-1]:
+                both.wait()                                                    # so both have it and neither has stored it
+            return embed(texts, cancel)
+        embedder.embed = embed_together
+        searches = [lambda i=i: paicli.CodeTools(i).search_code("brand new thing") for i in (self.index(embedder), self.index(embedder))]
+        for text in paicli.run_parallel("search", searches):
+            self.assertRegex(text, r"^Most relevant: New\.brandNewThing\(\)")
+        self.assertEqual(1, len([h for h in self.index().search("brand new thing", 9) if h.name == "New.brandNewThing()"]))
+
+    def test_stale_files_and_no_server_leave_a_search_by_words(self):
+        embedder = self.Embedder("send")
+        index = self.built(embedder)
+        self.write("code/New.java", "class New { }")
+
+        def embed(texts, cancel=None):
+            raise paicli.ModelError("connection refused")
+        embedder.embed = embed
+        self.assertRegex(paicli.CodeTools(index).search_code("parse header"),
+                         r"(?s)^Most relevant: Agent.parseHttpHeader.*1 files have changed since /index, and can't be read again: connection refused")
+
+    def test_a_folder_that_is_gone_is_not_forgotten(self):
+        index = self.built()
+        os.rename(self.path("code"), self.path("moved"))
+        self.raises(paicli.ToolError, "code is no longer there", paicli.CodeTools(index).search_code, "parse header")
+        self.raises(paicli.ToolError, "code is no longer there", index.build)
+        os.rename(self.path("moved"), self.path("code"))
+        self.assertEqual(0, index.build().changed)
+
+    def test_a_question_is_masked_before_it_is_embedded(self):
+        embedder = self.Embedder("send")
+        self.built(embedder)
+        self.index(embedder, mask=lambda text: text.replace("sk-12345678", paicli.MASK)).search("who uses sk-12345678")
+        self.assertEqual(f"who uses {paicli.MASK}", embedder.asked[-1])
 
 
 class TestCommands(Case):
@@ -3137,9 +3389,11 @@ class TestCommands(Case):
         app = self.app()
         self.write("code/Agent.java", "class Agent extends Base {\n    class Part { Part() { } }\n    void parseHeader() { split(); }\n}\n")
         self.write("code/bad.py", "def f(:\n")
+        self.raises(paicli.ToolError, "not indexed yet: type /index", paicli.run_command, app, "/search read file")
         self.raises(paicli.ConfigError, "there is no folder .*nowhere", paicli.run_command, app, "/index nowhere")
         text = paicli.run_command(app, "/index code")
         self.assertRegex(text, r"^⚠️ bad.py: line 1: .*\n✅ .*code\n   2 files \(2 read, 0 gone\), 5 chunks, 5 relations, ")
+        self.assertEqual(f"📚 {self.path('code')}", app.events.get(timeout=5)["text"])
         self.assertRegex(app.events.get(timeout=5)["text"], r"^📚 █{10} 2 of 2 files, 5 chunks, \d+/s$")
         self.assertIn("2 files (0 read, 0 gone), 5 chunks", paicli.run_command(app, "/index " + self.path("code")))
         self.assertRegex(paicli.run_command(app, "/search parse header"), r"^🔍 \d results for: parse header\n1. method Agent.parseHeader\(\)  1.00\n   Agent.java:3\n")
@@ -3147,6 +3401,11 @@ class TestCommands(Case):
         self.assertIn("Agent.Part └── contains --> Agent.Part.Part", paicli.run_command(app, "/graph Part"))
         for name, usage in (("/search", "QUERY"), ("/graph", "NAME")):
             self.raises(paicli.ConfigError, f"usage: {name} {usage}", paicli.run_command, app, name)
+
+    def test_of_many_warnings_some_are_shown(self):
+        for n in range(22):
+            self.write(f"code/{n}.py", "def broken(:\n")
+        self.assertRegex(paicli.run_command(self.app(), "/index code"), r"(?s)^⚠️ 0.py: line 1: .*\n⚠️ and 2 more\n✅ ")
 
     def test_files_named_with_an_at_sign_join_the_message(self):
         files = paicli.FileTools(paicli.Workspace(self.folder))
@@ -3290,6 +3549,12 @@ class TestTerminal(Case):
                       {"type": "delta", "kind": "text", "text": "y** \x1b]0;x"}, {"type": "stop", "reason": "done", "text": "**Hey**"}):
             screen.handle(event)
         self.assertEqual("\x1b[2mhm\x1b[0m\nAgent: \x1b[1m**\x1b[0m\x1b[1mHe\x1b[0m\x1b[1my\x1b[0m\x1b[1m**\x1b[0m \\x1b]0;x\n", self.out.getvalue())
+
+    def test_progress_is_drawn_when_it_comes_however_fast_the_next_follows(self):
+        screen = self.screen(True)
+        screen.handle({"type": "wait", "text": "1 of 2 files"})
+        screen.handle({"type": "wait", "text": "2 of 2 files"})
+        self.assertRegex(self.err.getvalue(), "(?s)1 of 2 files.*2 of 2 files")
 
     def test_a_spinner_turns_only_on_a_terminal_and_is_taken_away(self):
         screen = self.screen(True, "Agent: ")
@@ -3569,6 +3834,18 @@ class TestTerminal(Case):
             self.assertEqual((130, "cancelled"), (program.returncode, rest[-1]["reason"]))
             self.assertTrue(wait_for(lambda: not sleepers(mark)))
 
+    @unittest.skipUnless(POSIX, "signals")
+    def test_ctrl_c_stops_a_command_which_says_so_and_exits_130(self):
+        self.write("work/a.py", "def f(): pass\n")
+        server = self.server(streams_then_waits(""))
+        env = {**os.environ, "PAICLI_HOME": self.home, "EMBEDDING_PROVIDER": "ollama", "EMBEDDING_BASE_URL": server.url}
+        program = subprocess.Popen([sys.executable, str(HERE / "paicli.py"), "/index"], env=env, cwd=self.path("work"),
+                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.assertTrue(wait_for(lambda: server.requests))
+        program.send_signal(signal.SIGINT)
+        self.assertIn("cancelled by you", program.communicate(timeout=60)[1].decode())
+        self.assertEqual(130, program.returncode)
+
 
 # ---- What `python test_paicli.py` does -----------------------------------------------------------
 
@@ -3590,13 +3867,15 @@ def load_tests(_loader, _tests, _pattern):
     return suite(lessons())
 
 
-def blank(slug):
-    """Write exercise_<slug>.py into this folder; never over a learner's work."""
+def blank(slug, *names):
+    """Write exercise_<slug>.py into this folder, all bodies gone or those of `names`; never over a learner's work."""
     one = section(slug)
-    path = f"exercise_{one.slug}.py"
+    path, known = f"exercise_{one.slug}.py", [name for name, _ in functions(one) if not name.endswith("__init__")]
+    if set(names) - set(known):
+        sys.exit(f"no {', '.join(set(names) - set(known))}; there are {', '.join(known)}")
     try:
         with open(path, "x", encoding="utf-8") as f:
-            f.write(copy_of(one, lambda name: not name.endswith("__init__")))
+            f.write(copy_of(one, (names or known).__contains__))
     except FileExistsError:
         sys.exit(f"{path} is there already: move it away, or go on with it")
     print(f"Wrote {path}: fill it in, then: python test_paicli.py check {one.slug}")
