@@ -3793,7 +3793,7 @@ def query_terms(query: str) -> list[dict[str, float]]:
 # Tests: TestEmbeddings (exercise, 2 of 3 stars).  Try: EMBEDDING_PROVIDER=ollama, then /index.
 
 MAX_EMBED_CHARS = 2000                   # of a text
-MAX_IN_FLIGHT = 4                        # requests
+MAX_IN_FLIGHT = 4                        # requests of one call of embed()
 EMBEDDING_MODELS = {"ollama": "nomic-embed-text", "openai": "text-embedding-3-small",
                     "glm": "embedding-3", "zhipu": "embedding-3"}
 
@@ -3871,7 +3871,9 @@ def _unit(numbers):
     length = math.hypot(*numbers)
     if not numbers or not math.isfinite(length):
         raise ValueError("no vector")
-    return array("f", [x / (length or 1) for x in numbers])
+    if abs(length - 1) > 1e-6:           # most servers send them so
+        numbers = [x / (length or 1) for x in numbers]
+    return array("f", numbers)
 
 
 def choose_embedder(config: Config, http: Http) -> OpenAIEmbedder | None:
@@ -4191,19 +4193,21 @@ class CodeIndex:
         known, found, changed, gone = self._changes(cancel)
         stats = IndexStats(len(found), len(changed), 0, len(gone), warnings=warnings)
         size = EMBED_FILES if self.embedder else BATCH_FILES
-        job = Job("index", self._keep, id_, [], gone, cancel)
+        jobs = [Job("index", self._keep, id_, [], gone, cancel)]
         for at in range(0, len(changed), size):
             cancel.check()
             files = [self._read(path, found[path], known.get(path, [""])[-1])
                      for path in changed[at:at + size]]
-            job.wait(cancel)             # one batch is embedded and stored while the next is read
-            job = Job("index", self._keep, id_, files, [], cancel)
+            if len(jobs) == 2:           # one batch is stored, one embedded, one read
+                jobs.pop(0).wait(cancel)
+            jobs.append(Job("index", self._keep, id_, files, [], cancel))
             stats = stats._replace(
                 done=at + len(files), chunks=stats.chunks + sum(len(f.chunks or ()) for f in files),
                 seconds=time.monotonic() - began,
                 warnings=stats.warnings + tuple(f"{f.path}: {f.error}" for f in files if f.error))
             on_progress(stats)
-        job.wait(cancel)
+        for job in jobs:
+            job.wait(cancel)
         (n_chunks, n_relations), = self._store().run(
             "SELECT (SELECT count(*) FROM code_chunks WHERE project_id = ?), "
             "(SELECT count(*) FROM code_relations WHERE project_id = ?)", id_, id_)
