@@ -3637,7 +3637,7 @@ SYNONYM_WEIGHT, TRANSLATION_WEIGHT = 0.4, 0.5       # the latter of a line's sec
 _WORD_BYTES = bytes(b if b > 127 or chr(b).isalnum() or b in b"_" else 32 for b in range(256))
 _SUBWORD = r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+|[^\W\d_A-Za-z]+"
 _ENDING = (r"(?<=[a-z]{2})(?:([bdgmnprt])\1|(?<=[a-z]{3}))"         # mapping -> map
-           r"(?:ings?|ions?|ed|ies|ied|es|e|y|(?<![su])s)$")         # queries, query -> quer
+           r"(?:ings?|ions?|ed|ies|ied|es|e|y|(?<![su])s)\b")        # queries, query -> quer
 STOP_WORDS = set("the an of in at are was were be been it its than how which what when".split())
 # Names are made of these too, like isEmpty and forEach, so only questions lose them.
 QUESTION_WORDS = set(
@@ -3738,8 +3738,8 @@ def terms(text: str) -> list[str]:
 @functools.lru_cache(maxsize=300_000)                     # code says its words again and again
 def _word_terms(word):
     parts = [part.lower() for part in re.findall(_SUBWORD, word)]
-    return " ".join([re.sub(_ENDING, r"\1", part) for part in parts
-                     if len(part) > 1 and part not in STOP_WORDS])
+    kept = [part for part in parts if len(part) > 1 and part not in STOP_WORDS]
+    return re.sub(_ENDING, r"\1", " ".join(kept))
 
 
 def _plain(text):
@@ -3824,23 +3824,20 @@ class OpenAIEmbedder:
         return vectors
 
     def _batch(self, texts, cancel):
-        half, first = len(texts) // 2, texts[0]
+        """-> the vectors of one request, or of several where the server finds it too much."""
+        half, first, p = len(texts) // 2, texts[0], self._provider
         try:
-            found = retry(lambda: self._ask(texts, cancel), self._is_temporary, cancel,
-                          lambda error, wait_s: None)
+            found = retry(lambda: self._ask(texts, cancel),
+                          lambda e: "refused" not in e.body and model_error(e, p).is_temporary,
+                          cancel, lambda error, wait_s: None)
             return [_unit(numbers) for numbers in found]
         except HttpError as e:
             if e.status not in (400, 413, 422) or len(first) < 100 and not half:
-                why, advice = model_error(e, self._provider), self.advice
-                raise ModelError(f"{why}\n  {advice.format(self._provider.model)}") from None
+                raise ModelError(f"{model_error(e, p)}\n  {self.advice.format(p.model)}") from None
         except (TypeError, LookupError, ValueError, OverflowError):
             raise ModelError(f"{self.label} sent no vectors: is it an embedding model?") from None
         parts = [texts[:half], texts[half:]] if half else [[first[:len(first) // 2]]]
         return [vector for part in parts for vector in self._batch(part, cancel)]
-
-    def _is_temporary(self, error):
-        return (isinstance(error, HttpError) and "refused" not in error.body
-                and model_error(error, self._provider).is_temporary)
 
     def _ask(self, texts, cancel):
         data = self._post("/embeddings", {"input": texts}, cancel)["data"]
@@ -4010,6 +4007,7 @@ CREATE TABLE IF NOT EXISTS code_chunks(
     content TEXT, start_line INTEGER, end_line INTEGER, embedding BLOB);
 CREATE TABLE IF NOT EXISTS code_relations(
     project_id INTEGER, file_path TEXT, from_name TEXT, kind TEXT, to_name TEXT);
+-- and for each project an FTS5 table, terms_1, terms_2, ..., with the FIELDS of its chunks
 CREATE INDEX IF NOT EXISTS chunks_of_file ON code_chunks(project_id, file_path);
 CREATE INDEX IF NOT EXISTS relations_of_file ON code_relations(project_id, file_path);
 """
@@ -4236,7 +4234,7 @@ class CodeIndex:
             label, dimension = self.embedder.label, len(self.embedder.embed(["x"], cancel)[0])
         id_, _, *before = self._meta()
         if id_ and before != [label, dimension]:
-            notices = (f"made anew for the vectors of {label}" if label else "made anew for words",)
+            notices = (f"made anew with vectors of {label or 'no model'}",)
             self.clear()
         with self._store().transaction() as run:
             run("INSERT OR IGNORE INTO meta(project_path, embedder, dimension) VALUES (?, ?, ?)",
@@ -4272,17 +4270,15 @@ class CodeIndex:
         return _Read(path, stat_, digest, chunks, relations, error)
 
     def _keep(self, id_, files, gone, cancel):
-        """Forget the paths that are gone; embed and store what was read."""
+        """Embed and store what was read, in place of what there was; forget the paths `gone`."""
         chunks = [c for f in files for c in f.chunks or ()]
         vectors = [None] * len(chunks)
         if self.embedder and chunks:
             vectors = self.embedder.embed([embedding_text(c) for c in chunks], cancel)
         insert = self._store().insert
         with self._store().transaction() as run:
-            there = {path for path, in run("SELECT file_path FROM files WHERE project_id = ?", id_)}
-            for path in [*gone, *(f.path for f in files if f.chunks is not None)]:
-                if path in there:        # by now; another process may have been faster
-                    self._forget(run, id_, path)
+            for path in gone + [f.path for f in files if f.chunks is not None]:
+                self._forget(run, id_, path)
             n, = run("SELECT coalesce(max(id), 0) + 1 FROM code_chunks").fetchone()
             insert("code_chunks", [(i, id_, *chunk, vector and vector.tobytes())
                                    for i, (chunk, vector) in enumerate(zip(chunks, vectors), n)])
@@ -4397,7 +4393,7 @@ def format_for_cli(query: str, hits: list[Hit]) -> str:
     """Return hits as a person reads them."""
     lines = [f"🔍 {len(hits)} results for: {query}"]
     for n, hit in enumerate(hits, 1):
-        lines += [f"{n}. {hit.kind} {hit.name}", f"   {hit.path}:{hit.start_line}  {hit.score:.2f}",
+        lines += [f"{n}. {hit.kind} {hit.name}  {hit.score:.2f}", f"   {hit.path}:{hit.start_line}",
                   *("     " + line[:74] for line in hit.text.split("\n")[:4])]
     return "\n".join(lines)
 
@@ -4462,8 +4458,8 @@ class CodeTools:
 #     "/level 2" --> the table --> choose_level(app, "2") --> "Level 2: ..."
 #
 # The table is the completion and the dispatch in one, and a docstring's first line is what /help
-# shows: the arguments, two spaces, the help.  A command prints nothing; it changes the app's parts,
-# or tells of them.  Each also runs alone: paicli.py /tools.
+# shows: the arguments (in [] if they may be left out), two spaces, the help.  A command prints
+# nothing; it changes the app's parts, or tells of them.  Each also runs alone: paicli.py /tools.
 # Trap: an unknown /x must never reach the model, it is a typing error with a cost.
 # To add one: write the function, add it to the table.
 # Tests: TestCommands (exercise, 1 of 3 stars).  Try: /help.
@@ -4487,7 +4483,7 @@ def run_command(app, line: str) -> str:
     if name not in table:
         raise ConfigError(f"no command {name}{did_you_mean(name, table) or '; see /help'}")
     usage = table[name].__doc__.partition("  ")[0]
-    if usage.isalpha() and usage.isupper() and not arguments:         # QUERY must be, [ID] may be
+    if usage.isupper() and usage[0] != "[" and not arguments:
         raise ConfigError(f"usage: {name} {usage}")
     return table[name](app, arguments.strip())
 

@@ -3161,7 +3161,7 @@ class TestCodeIndex(Case):
     def test_people_and_models_read_hits_in_their_own_form(self):
         hits = [paicli.Hit("a/B.java", "method", "B.run()", 3, 9, "void run() {\n\x1b x\n3\n4\n5\n}", 1.234)]
         text = paicli.format_for_cli("go", hits)
-        self.assertRegex(text, r"(?s)1 results for: go\n1. method B.run\(\)\n   a/B.java:3  1.23\n     void run\(\) \{.*\n     4$")
+        self.assertRegex(text, r"(?s)1 results for: go\n1. method B.run\(\)  1.23\n   a/B.java:3\n     void run\(\) \{.*\n     4$")
         self.assertEqual("🔍 0 results for: go", paicli.format_for_cli("go", []))
         self.assertRegex(paicli.format_for_tool("run it", hits), r"(?s)^Most relevant: B.run\(\), a/B.java:3\n.*counted: run\n\na/B.java:3-9 method B.run\(\)\nvoid run\(\) \{.*\n\}$")
 
@@ -3396,7 +3396,7 @@ class TestCommands(Case):
         self.assertEqual(f"📚 {self.path('code')}", app.events.get(timeout=5)["text"])
         self.assertRegex(app.events.get(timeout=5)["text"], r"^📚 █{10} 2 of 2 files, 5 chunks, \d+/s$")
         self.assertIn("2 files (0 read, 0 gone), 5 chunks", paicli.run_command(app, "/index " + self.path("code")))
-        self.assertRegex(paicli.run_command(app, "/search parse header"), r"^🔍 \d results for: parse header\n1. method Agent.parseHeader\(\)\n   Agent.java:3")
+        self.assertRegex(paicli.run_command(app, "/search parse header"), r"^🔍 \d results for: parse header\n1. method Agent.parseHeader\(\)  1.00\n   Agent.java:3\n")
         self.assertIn("Agent ├── contains --> Agent.Part\n", paicli.run_command(app, "/graph Agent"))
         self.assertIn("Agent.Part └── contains --> Agent.Part.Part", paicli.run_command(app, "/graph Part"))
         for name, usage in (("/search", "QUERY"), ("/graph", "NAME")):
@@ -3600,7 +3600,7 @@ class TestTerminal(Case):
     def test_code_search_runs_as_one_shots_without_a_warning(self):
         self.write("work/.gitignore", "[[x].py\n")
         self.write("work/a.py", "def parse_header(line):\n    return line.split('\\:')\n")
-        for args, said in ((("/index", "."), "1 files (1 read"), (("/search", "header", "parsed"), "1. method parse_header(line)\n   a.py:1"),
+        for args, said in ((("/index", "."), "1 files (1 read"), (("/search", "header", "parsed"), "1. method parse_header(line)  1.00\n   a.py:1\n"),
                            (("/graph", "parse_header"), "parse_header └── calls --> split")):
             done = self.run_in(*args, PYTHONWARNINGS="error")
             self.assertEqual((0, ""), (done.returncode, done.stderr))
