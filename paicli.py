@@ -3824,20 +3824,23 @@ class OpenAIEmbedder:
         return vectors
 
     def _batch(self, texts, cancel):
-        """-> the vectors of one request, or of several where the server finds it too much."""
-        half, first, p = len(texts) // 2, texts[0], self._provider
+        half, first = len(texts) // 2, texts[0]
         try:
-            found = retry(lambda: self._ask(texts, cancel),
-                          lambda e: "refused" not in e.body and model_error(e, p).is_temporary,
-                          cancel, lambda error, wait_s: None)
+            found = retry(lambda: self._ask(texts, cancel), self._is_temporary, cancel,
+                          lambda error, wait_s: None)
             return [_unit(numbers) for numbers in found]
         except HttpError as e:
             if e.status not in (400, 413, 422) or len(first) < 100 and not half:
-                raise ModelError(f"{model_error(e, p)}\n  {self.advice.format(p.model)}") from None
+                why, advice = model_error(e, self._provider), self.advice
+                raise ModelError(f"{why}\n  {advice.format(self._provider.model)}") from None
         except (TypeError, LookupError, ValueError, OverflowError):
             raise ModelError(f"{self.label} sent no vectors: is it an embedding model?") from None
         parts = [texts[:half], texts[half:]] if half else [[first[:len(first) // 2]]]
         return [vector for part in parts for vector in self._batch(part, cancel)]
+
+    def _is_temporary(self, error):
+        return (isinstance(error, HttpError) and "refused" not in error.body
+                and model_error(error, self._provider).is_temporary)
 
     def _ask(self, texts, cancel):
         data = self._post("/embeddings", {"input": texts}, cancel)["data"]
@@ -4277,8 +4280,10 @@ class CodeIndex:
             vectors = self.embedder.embed([embedding_text(c) for c in chunks], cancel)
         insert = self._store().insert
         with self._store().transaction() as run:
-            for path in gone + [f.path for f in files if f.chunks is not None]:
-                self._forget(run, id_, path)
+            there = {path for path, in run("SELECT file_path FROM files WHERE project_id = ?", id_)}
+            for path in [*gone, *(f.path for f in files if f.chunks is not None)]:
+                if path in there:        # by now; another process may have been faster
+                    self._forget(run, id_, path)
             n, = run("SELECT coalesce(max(id), 0) + 1 FROM code_chunks").fetchone()
             insert("code_chunks", [(i, id_, *chunk, vector and vector.tobytes())
                                    for i, (chunk, vector) in enumerate(zip(chunks, vectors), n)])

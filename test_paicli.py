@@ -1967,6 +1967,21 @@ class TestMemory(Case):
             memory.add({"role": "user", "content": f"question {i}"}, self.call_message(f"c{i}"), self.result_message(f"c{i}", "x" * size),
                        {"role": "assistant", "content": f"answer {i}"})
 
+    def test_rows_are_inserted_all_or_none(self):
+        store = paicli.Store(self.path("x.db"), "CREATE TABLE IF NOT EXISTS t(a UNIQUE, b);")
+        self.stack.callback(store.close)
+        with store.transaction():
+            store.insert("t", [(1, "x"), (2, None)])
+            store.insert("t(b, a)", [("y", 3)])
+            store.insert("t", [])
+        self.assertEqual([(1, "x"), (2, None), (3, "y")], store.run("SELECT a, b FROM t ORDER BY a"))
+
+        def twice():
+            with store.transaction():
+                store.insert("t", [(4, "z"), (4, "z")])
+        self.raises(paicli.PaiError, "UNIQUE", twice)
+        self.assertEqual([(3,)], store.run("SELECT count(*) FROM t"))
+
     def test_a_conversation_outlives_the_process(self):
         memory = self.memory()
         memory.add({"role": "user", "content": "hello \u2028 \ud800"})
