@@ -103,8 +103,10 @@ class Cancelled(PaiError): """The turn was stopped, by the person or by a time l
 class HttpError(PaiError):
     """A request failed.  `status` is 0 when there was no answer at all."""
 
-    def __init__(self, status: int, body: str, host: str = "", retry_after_s: float | None = None):
+    def __init__(self, status: int, body: str, host: str = "", retry_after_s: float | None = None,
+                 challenge: str = ""):
         self.status, self.body, self.host, self.retry_after_s = status, body, host, retry_after_s
+        self.challenge = challenge       # WWW-Authenticate: how to log in
         said = one_line(body) or "(empty answer)"
         super().__init__(f"{host}: {said}" if not status else f"HTTP {status} from {host}: {said}")
 
@@ -522,14 +524,15 @@ class HttpReply:
             return json.loads(body)
         raise HttpError(self.status, body, self.host)
 
-    def events(self) -> Iterator[tuple[str, str]]:
+    def events(self, marks: dict | None = None) -> Iterator[tuple[str, str]]:
         """Yield each server-sent event as (event, data)."""
-        return sse_events(iter(lambda: self._reply.readline(MAX_LINE_BYTES), b""))
+        return sse_events(iter(lambda: self._reply.readline(MAX_LINE_BYTES), b""), marks)
 
 
-def sse_events(lines: Iterable[bytes]) -> Iterator[tuple[str, str]]:
+def sse_events(lines: Iterable[bytes], marks: dict | None = None) -> Iterator[tuple[str, str]]:
     """Parse server-sent events: b"data: a\\n", b"data: b\\n", b"\\n" -> ("message", "a\\nb").
 
+    `marks` is given the last "id" and "retry": from where and when a broken stream can go on.
     An event that ends with the stream is given too; whoever parses its data notices if it was cut.
     Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
     """
@@ -541,6 +544,8 @@ def sse_events(lines: Iterable[bytes]) -> Iterator[tuple[str, str]]:
             data.append(value.removeprefix(" "))
         elif field == "event":
             name = value.removeprefix(" ")
+        elif field in ("id", "retry") and marks is not None:
+            marks[field] = value.removeprefix(" ")
         elif not line:
             if data:
                 yield name or "message", "\n".join(data)
@@ -681,7 +686,8 @@ def _refusal(reply, host):
     if reply.status < 400:
         text = f"moved to {reply.headers.get('Location')}: correct the URL"
     after = reply.headers.get("Retry-After", "")
-    return HttpError(reply.status, text, host, float(after) if after.isdecimal() else None)
+    return HttpError(reply.status, text, host, float(after) if after.isdecimal() else None,
+                     ", ".join(reply.headers.get_all("WWW-Authenticate", ())))
 
 
 def _why(error, url, proxy):
@@ -4438,6 +4444,1003 @@ class CodeTools:
         name: "Agent" or "Agent.run"
         """
         return format_graph(name, self._index.relations(name))
+
+
+# =============================================================================
+# 18. JSON-RPC
+# =============================================================================
+# Two programs call each other's functions: one message for a call, one for its answer.
+#
+#     request(method) --> {"id": 1, "method"} --> transport ~~> the other side
+#            result   <-- {"id": 1, "result"} <-- transport <~~
+#
+# In: a transport, with start(on_message, on_close), send(message, cancel) and close().  Out: what
+# the other side answers, or McpError.  Both sides may ask, and a notification wants no answer.
+# Trap: answers come in any order, late, twice, with ids that nobody gave, or never.  So each
+# request waits at a queue of its own, known by its id; whatever fits none is dropped.
+# Simplified: nothing is sent in batches, and of a message only what is needed is checked.
+# Tests: TestJsonRpc (exercise, 2 of 3 stars).
+
+MAX_RENEWALS = 10                        # a request that reports progress may take so many times
+#                                          as long as one that is silent
+
+
+class McpError(PaiError):
+    """The other side refused, broke off or keeps silent.
+
+    `code` is JSON-RPC's number, or ours: "closed", "silent"; `data` is what came with it.
+    """
+
+    def __init__(self, message: str, code: int | str = 0, data=None):
+        self.code, self.data = code, data
+        super().__init__(message)
+
+
+def refuse_request(method: str, params: dict) -> dict:
+    """Answer a request that nobody serves."""
+    raise McpError(f"there is no method {method!r}", -32601)
+
+
+class Peer:
+    """One end of a JSON-RPC 2.0 connection: it asks, and it answers."""
+
+    def __init__(self, transport):
+        self.on_request = refuse_request                  # (method, params) -> result
+        self.on_notification = lambda method, params: None
+        self.closed = ""                 # why it is closed; "" as long as it is not
+        self._transport, self._ids = transport, itertools.count(1)
+        self._waiting = {}               # id of a request, as text -> the queue for its answer
+        transport.start(self._receive, self._on_close)
+
+    def request(self, method: str, params: dict | None = None, timeout_s: float | None = 60,
+                cancel: Cancel | None = None) -> dict:
+        """Return the result.  Raises McpError, Cancelled, or what the transport fails with.
+
+        `timeout_s` bounds the silence.  Params with a _meta get the id as its progressToken.
+        """
+        id_, answers, flight = next(self._ids), queue.SimpleQueue(), Cancel()
+        cancel, params = cancel or Cancel(), dict(params or {})
+        if "_meta" in params:
+            params["_meta"] = {**params["_meta"], "progressToken": id_}
+        self._waiting[str(id_)] = answers
+        try:
+            if self.closed:
+                raise McpError(self.closed, "closed")
+            message = {"jsonrpc": "2.0", "id": id_, "method": method, "params": params}
+            with cancel.on_set(lambda: answers.put(None)):
+                self._transport.send(message, flight)
+                return _result(self._answer(answers, timeout_s, cancel))
+        except (queue.Empty, Cancelled) as e:
+            flight.set()                 # the transport lets go of it, and the server hears of it
+            if method != "initialize" and not self.closed:
+                self.notify("notifications/cancelled", {"requestId": id_, "reason": "not needed"})
+            if isinstance(e, Cancelled):
+                raise
+            raise McpError(f"no answer to {method} in {timeout_s:g} s", "silent") from None
+        finally:
+            del self._waiting[str(id_)]
+
+    def _answer(self, answers, timeout_s, cancel):
+        latest, message = time.monotonic() + MAX_RENEWALS * (timeout_s or 0), None
+        while message is None:           # cancelled, or still worked on
+            message = answers.get(timeout=timeout_s)
+            cancel.check()
+            if message is None and time.monotonic() > latest:
+                raise queue.Empty
+        return message
+
+    def renew(self, id_) -> None:
+        """Let the request of this id wait anew: it is still worked on."""
+        waiting = self._waiting.get(str(id_))
+        if waiting:
+            waiting.put(None)
+
+    def notify(self, method: str, params: dict | None = None) -> None:
+        """Tell the other side something; nothing is raised if it can't be reached."""
+        with contextlib.suppress(PaiError):
+            self._transport.send({"jsonrpc": "2.0", "method": method, "params": params or {}},
+                                 Cancel())
+
+    def close(self) -> None:
+        """Close the connection; requests that wait fail."""
+        self._transport.close()
+        self._on_close(self.closed or "the connection was closed")
+
+    def _on_close(self, why):
+        self.closed = why
+        for answers in list(self._waiting.values()):
+            answers.put({"error": McpError(why, "closed")})
+
+    def _receive(self, message):
+        """Take a message, or a list of them as MCP had in 2025-03-26; noise passes by."""
+        for m in message if isinstance(message, list) else [message]:
+            if not isinstance(m, dict) or "jsonrpc" not in m:
+                continue
+            if "method" not in m:
+                waiting = self._waiting.get(str(m.get("id")))
+                if waiting:
+                    waiting.put(m)
+            elif "id" not in m:
+                self.on_notification(m["method"], m.get("params") or {})
+            elif self.on_request:        # it may ask a person, and the next message is coming
+                Job("rpc", self._serve, m)
+
+    def _serve(self, message):
+        job = Job("rpc-request", self.on_request, message["method"], message.get("params") or {})
+        error, answer = job.error(), {"jsonrpc": "2.0", "id": message["id"]}
+        if error:
+            code = getattr(error, "code", 0)
+            answer["error"] = {"code": code if isinstance(code, int) and code else -32603,
+                               "message": str(error)}
+        else:
+            answer["result"] = job.wait()
+        with contextlib.suppress(PaiError):
+            self._transport.send(answer, Cancel())
+
+
+def _result(answer):
+    """-> the result of an answer.  Its error may be an exception: the transport's own."""
+    error = answer.get("error")
+    if isinstance(error, PaiError):
+        raise error
+    if isinstance(error, dict):
+        said = one_line(str(error.get("message") or "no reason given"), 1000)
+        raise McpError(f"{said} (code {error.get('code')})", error.get("code"), error.get("data"))
+    if not isinstance(answer.get("result"), dict):
+        raise McpError(f"this is no result: {_shown(answer)}")
+    return answer["result"]
+
+
+# =============================================================================
+# 19. MCP TRANSPORTS
+# =============================================================================
+# How messages reach an MCP server: through the pipes of a child process, or by HTTP.
+#
+#     StdioTransport:  {...}\n --> stdin  [server]  stdout --> {...}\n      stderr --> log
+#     HttpTransport:   POST {...} --> [server] --> {...}, or events: {...} {...} the answer
+#
+# Both have start(on_message, on_close), send(message, cancel), recover(error, cancel), close().
+# Trap: a server may print banners on stdout, write megabytes to stderr, leave grandchildren, or
+# die in the middle of a line; an HTTP stream may end early and be fetched on by its last event id.
+# Simplified: stdio has no limit on how much may wait to be written; the HTTP+SSE transport of 2024
+# is not spoken.  Source: https://modelcontextprotocol.io/specification
+# Tests: TestMcpTransports (exercise, 3 of 3 stars).
+
+LOG_LINES = 200
+MAX_MESSAGE_BYTES = 64 << 20
+CLOSE_WAIT_S = 1.0                       # for a server to end once its stdin is closed
+META = "io.modelcontextprotocol/"        # what the keys of a modern request's _meta begin with
+
+
+def _parsed(text):
+    """-> a JSON value, or None."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(text)
+
+
+class StdioTransport:
+    """A server as a child process: a message is a line of JSON."""
+    param_paths = version = None         # only HTTP has headers
+
+    def __init__(self, argv: list[str], env: dict | None = None, cwd: str | None = None):
+        self.argv, self.env, self.cwd = argv, env, cwd
+        self.log = collections.deque(maxlen=LOG_LINES)    # its stderr, and noise of its stdout
+        self.popen = None
+
+    def start(self, on_message: Callable, on_close: Callable[[str], None]) -> None:
+        """Start the process, anew if there was one.  Raises McpError if it can't be."""
+        argv, group = self.argv, {"start_new_session": True}
+        if WINDOWS:                      # npx is npx.cmd there
+            import shutil                                 # slow to import, so only where needed
+            argv, group = [shutil.which(argv[0]) or argv[0], *argv[1:]], {"creationflags": 0x200}
+        try:
+            self.popen = subprocess.Popen(
+                argv, env=self.env, cwd=self.cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, **group)
+        except (OSError, ValueError) as e:
+            raise McpError(f"{argv[0]} could not be started: {e}", "closed") from None
+        self._outbox = queue.SimpleQueue()
+        Job("mcp-stdin", self._write, self.popen.stdin, self._outbox)
+        logger = Job("mcp-stderr", self._drain, self.popen.stderr)
+        Job("mcp-stdout", self._read, self.popen, logger, on_message, on_close)
+
+    def send(self, message: dict, cancel: Cancel) -> None:
+        """Have a message written; this never waits, whether the server reads or not."""
+        self._outbox.put(json_bytes(message) + b"\n")
+
+    def recover(self, error: PaiError, cancel: Cancel) -> bool:
+        """Return whether to send again after this error: never, a pipe can't be mended."""
+        return False
+
+    def _write(self, pipe, outbox):
+        with contextlib.suppress(OSError), pipe:          # the server may be gone
+            for data in iter(outbox.get, None):
+                pipe.write(data)
+                pipe.flush()
+
+    def _drain(self, pipe):
+        with pipe:
+            for line in iter(lambda: pipe.readline(10000), b""):
+                self.log.append(line.decode("utf-8", "replace").rstrip())
+
+    def _read(self, popen, logger, on_message, on_close):
+        with popen.stdout as pipe:
+            for line in iter(lambda: pipe.readline(MAX_MESSAGE_BYTES), b""):
+                if len(line) == MAX_MESSAGE_BYTES:
+                    self.log.append("a line without an end")
+                    break
+                message = _parsed(line.decode("utf-8-sig", "replace"))
+                if isinstance(message, (dict, list)):
+                    on_message(message)
+                else:
+                    self.log.append("stdout: " + one_line(line.decode("utf-8", "replace")))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            popen.wait(0.5)
+        with contextlib.suppress(TimeoutError):
+            logger.wait(timeout_s=0.2)
+        code = popen.poll()
+        how = "closed its output" if code is None else \
+            f"exited (signal {-code})" if code < 0 else f"exited (code {code})"
+        on_close(": ".join(filter(None, [f"the server {how}", "\n".join(list(self.log)[-4:])])))
+        if has_group(popen):
+            kill_tree(popen)
+
+    def close(self) -> None:
+        """Stop the server and its children: close stdin, then TERM, then KILL."""
+        if self.popen:
+            self._outbox.put(None)
+            latest = time.monotonic() + CLOSE_WAIT_S
+            while has_group(self.popen) and time.monotonic() < latest:
+                time.sleep(0.005)
+            if has_group(self.popen):
+                kill_tree(self.popen)
+                self.popen.wait(GRACE_S)
+
+
+class HttpTransport:
+    """A server behind a URL ("Streamable HTTP"): each message is a POST, each request a thread."""
+
+    def __init__(self, http: Http, url: str, headers: dict | None = None, auth=None):
+        self.http, self.url, self.headers = http, url, headers or {}
+        self.auth = auth                 # section 20: header(url), on_refusal(url, status, ...)
+        self.log = collections.deque(maxlen=LOG_LINES)
+        self.param_paths = {}            # tool -> {header: where in its arguments the value is}
+        self.version = self._session = ""                 # as initialize agreed on, if it was sent
+        self._closing = Cancel()
+
+    def start(self, on_message: Callable, on_close: Callable[[str], None]) -> None:
+        """Begin a connection, though nothing is sent yet."""
+        self._closing.set("begun anew")
+        self._on_message, self._closing = on_message, Cancel()
+        self.version = self._session = ""
+
+    def send(self, message: dict, cancel: Cancel) -> None:
+        """Send a message; a request's answer comes by on_message.  Raises HttpError, Cancelled."""
+        if "id" in message and "method" in message:
+            Job("mcp-http", self._exchange, message, cancel)
+        elif self.version or message.get("method") != "notifications/cancelled":
+            self._post(message, {}, cancel, 10)           # modern: letting go of it says enough
+
+    def recover(self, error: PaiError, cancel: Cancel) -> bool:
+        """Return whether to send again: after initialize if `version` is "", with a new token."""
+        if self._has_lost_session(error):
+            self.version = ""
+            return True
+        status = getattr(error, "status", 0)
+        return bool(self.auth and status in (401, 403) and self.auth.on_refusal(
+            self.url, status, error.challenge, cancel))
+
+    def _has_lost_session(self, error):
+        status, body = getattr(error, "status", 0), getattr(error, "body", "")
+        return self.version and self._session and (
+            status == 404 or status == 400 and "session" in body.lower())
+
+    def _exchange(self, message, cancel):
+        """Send a request and hand on what comes for it, the answer last."""
+        marks = {}                       # where the stream can be gone on with, if it ends early
+        try:
+            answer = self._post(message, marks, cancel, READ_TIMEOUT_S)
+            while answer is None and "id" in marks and self.version:
+                wait_ms = marks.get("retry", "")
+                cancel.sleep(int(wait_ms) / 1000 if wait_ms.isdecimal() else 1)
+                answer = self._receive("GET", message, marks, cancel, READ_TIMEOUT_S)
+            if answer is None:
+                raise McpError("the answer broke off", "closed")
+        except PaiError as e:
+            answer = {"error": e}
+        self._on_message({"jsonrpc": "2.0", **answer, "id": message["id"]})
+
+    def _post(self, message, marks, cancel, timeout_s):
+        try:
+            return self._receive("POST", message, marks, cancel, timeout_s)
+        except HttpError as e:
+            if not e.status and "id" in marks:            # it broke off, as streams may
+                return None
+            body = _parsed(e.body)       # a JSON-RPC error says more than the status
+            is_answer = isinstance(body, dict) and isinstance(body.get("error"), dict)
+            if is_answer and e.status not in (401, 403) and not self._has_lost_session(e):
+                return body
+            raise
+
+    def _receive(self, method, message, marks, cancel, timeout_s):
+        """-> the answer to a message, or None if the reply ends without one."""
+        body, headers = None, self._headers(message)
+        if method == "POST":
+            body = json_bytes(message)
+        elif "id" in marks:
+            headers["Last-Event-ID"] = marks["id"]
+        with self.http.open(method, self.url, body, headers, cancel, timeout_s) as reply:
+            if message.get("method") == "initialize":
+                self._session = reply.headers.get("Mcp-Session-Id", "")
+            kind = reply.headers.get_content_type()
+            if kind == "application/json" and "method" in message:
+                found = reply.json()
+                return found if isinstance(found, dict) else None
+            if kind != "text/event-stream" and method == "GET":
+                raise McpError("there is no stream")
+            for _, data in reply.events(marks) if kind == "text/event-stream" else ():
+                found = _parsed(data)
+                if isinstance(found, dict) and "method" not in found and str(
+                        found.get("id")) == str(message.get("id", "")):
+                    return found         # what is left of the stream is read by open()
+                self._on_message(found)
+        return None
+
+    def listen(self) -> None:
+        """Hear what an older server says of itself, until close(); many don't offer that."""
+        wait_s = 1
+        with contextlib.suppress(PaiError):
+            while True:
+                self._receive("GET", {}, {}, self._closing, 3600)
+                self._closing.sleep(wait_s)
+                wait_s = min(60, 2 * wait_s)
+
+    def _headers(self, message):
+        params = message.get("params") or {}
+        version = (params.get("_meta") or {}).get(META + "protocolVersion")
+        headers = {"Content-Type": "application/json", **self.headers,
+                   "Accept": "application/json, text/event-stream"}
+        if self.auth:
+            headers["Authorization"] = self.auth.header(self.url)
+        if version:                      # modern: proxies on the way want to read these
+            name = params.get("name", params.get("uri"))
+            headers.update({"MCP-Protocol-Version": version, "Mcp-Method": message["method"]})
+            headers["Mcp-Name"] = None if name is None else header_value(name)
+            for header, path in self.param_paths.get(name, {}).items():
+                value = functools.reduce(lambda v, key: v and v.get(key), path,
+                                         params.get("arguments"))
+                headers["Mcp-Param-" + header] = None if value is None else header_value(value)
+        elif self.version:
+            headers.update({"MCP-Protocol-Version": self.version,
+                            "Mcp-Session-Id": self._session or None})
+        return {k: v for k, v in headers.items() if v is not None}
+
+    def close(self) -> None:
+        """End the session, if the server is there to hear it."""
+        self._closing.set("closed")
+        if self._session:
+            with contextlib.suppress(PaiError), self.http.open(
+                    "DELETE", self.url, None, self._headers({}), None, 2):
+                self._session = ""
+
+
+def header_value(value) -> str:
+    """Return a string, number or bool as a header's value, coded if it is not plain ASCII.
+
+    "us-east" -> "us-east";  True -> "true";  "Łódź" -> "=?base64?xYHDs2TFug==?="
+    """
+    text = value if isinstance(value, str) else json.dumps(value)
+    if re.fullmatch(r"(?!=\?base64\?)(?! )[ -~]*(?<! )", text):
+        return text
+    return f"=?base64?{base64.b64encode(text.encode('utf-8', 'replace')).decode()}?="
+
+
+def header_params(schema) -> dict[str, tuple]:
+    """Return {header: path in the arguments} of each x-mcp-header in a tool's schema.
+
+    Raises ValueError for one that can't be a header; the whole tool is unusable then.
+    """
+    found = {}
+    for name, path in _marked(schema, (), True):
+        if name.lower() in map(str.lower, found):
+            raise ValueError(f"two arguments are the header {name}")
+        found[name] = path
+    return found
+
+
+def _marked(schema, path, is_plain):
+    if isinstance(schema, list):
+        schema = dict(enumerate(schema))
+    if not isinstance(schema, dict):
+        return
+    if "x-mcp-header" in schema:
+        name, kind = schema["x-mcp-header"], schema.get("type")
+        is_token = isinstance(name, str) and re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name)
+        if not (is_token and is_plain and kind in ("string", "integer", "boolean")):
+            raise ValueError(f"x-mcp-header {name!r} can't be a header")
+        yield name, path
+    for key, value in schema.items():
+        if key == "properties" and is_plain and isinstance(value, dict):
+            for name, inner in value.items():
+                yield from _marked(inner, (*path, name), True)
+        elif key not in ("x-mcp-header", "enum", "const", "default", "examples"):
+            yield from _marked(value, path, False)
+
+
+# =============================================================================
+# 21. MCP
+# =============================================================================
+# Tools that live in other programs: the Model Context Protocol.
+#
+#     mcp.json --> McpServers --> McpClient --> Peer --> transport ~~> server
+#     Toolbox  <-- Tool mcp__{server}__{tool} <-- tools/list
+#
+# In: what mcp.json says.  Out: Tools that neither the model nor the toolbox can tell from others.
+# Trap: there are two protocols.  Up to 2025-11-25 a connection begins with a handshake, and the
+# server asks back by requests; from 2026-07-28 each request says all it needs, and a server asks
+# back by a result of type input_required.  Which one a server speaks is found out by trying.
+# Simplified: no tasks, no resource subscriptions, no caching by ttlMs; outputSchema is not checked.
+# Tests: TestMcp (exercise, 3 of 3 stars).  Try: /mcp, and mcp.example.json.
+
+MODERN = "2026-07-28"
+LEGACY = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")
+PROBE_TIMEOUT_S = 10                     # old servers may keep silent when asked for what is new
+MAX_PAGES = 100
+MAX_INPUT_ROUNDS = 10
+
+
+# ---- the client
+
+class McpClient:
+    """Speaks with one server, whichever of the two protocols it has."""
+
+    def __init__(self, transport, handlers: dict | None = None, timeout_s: float = 60,
+                 start_timeout_s: float = 30):
+        self.transport = transport
+        self.handlers = handlers or {}   # method -> (params) -> result: what a server may ask for
+        self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
+        self.peer, self.version = None, ""
+        self.capabilities, self.server_info, self.instructions = {}, {}, ""
+        self.on_notification = lambda method, params: None
+        self._closing = Cancel()
+
+    def connect(self, cancel: Cancel | None = None) -> None:
+        """Start the transport and agree on a version; again after close().  Raises PaiError."""
+        self._closing = Cancel()
+        self._open()
+        if self.version in LEGACY or not self._discover(cancel):
+            if self.peer.closed:         # some servers end when they are asked for what is new
+                self._open()
+            self._initialize(cancel)
+        if self.version == MODERN and (self.capabilities.get("tools") or {}).get("listChanged"):
+            wanted = {"notifications": {"toolsListChanged": True}}
+            Job("mcp-listen", self._request, "subscriptions/listen", wanted, self._closing, None)
+        elif self.transport.version:
+            Job("mcp-listen", self.transport.listen)
+
+    def _open(self):
+        self.peer = Peer(self.transport)
+        self.peer.on_request, self.peer.on_notification = self._serve, self._on_notification
+
+    def _discover(self, cancel):
+        """True if the server speaks the modern protocol."""
+        self.version, supported = MODERN, ()
+        for _ in range(2):               # one that is asked for a version may want it asked again
+            try:
+                found = self._request("server/discover", {}, cancel,
+                                      min(PROBE_TIMEOUT_S, self.start_timeout_s))
+            except (McpError, HttpError) as e:
+                if getattr(e, "status", 404) in (0, 401, 403):
+                    raise                # it can't be reached, or not by us
+                data = getattr(e, "data", None)
+                supported = (data if isinstance(data, dict) else {}).get("supported") or ()
+                if MODERN in supported:
+                    continue
+                self.version = max(set(LEGACY) & set(supported), default=LEGACY[-1])
+                return False
+            self._learn(found, found.get("supportedVersions") or [MODERN])
+            self.peer.on_request = None  # nor may it be answered
+            return True
+        raise McpError(f"the server refuses the version it asks for: {supported}")
+
+    def _initialize(self, cancel):
+        self.transport.version = ""      # nor is there a session now
+        asked = {"protocolVersion": self.version, "clientInfo": self._info(),
+                 "capabilities": self._capabilities()}
+        found = self._send("initialize", asked, cancel, self.start_timeout_s)
+        self._learn(found, [found.get("protocolVersion")])
+        self.transport.version = self.version
+        self.peer.notify("notifications/initialized")
+
+    def _learn(self, found, versions):
+        known = [v for v in (MODERN, *reversed(LEGACY)) if v in versions]
+        if not known:
+            raise McpError(f"the server speaks {versions}, none of which is known here")
+        about = found.get("_meta") or {}
+        self.version, self.capabilities = known[0], found.get("capabilities") or {}
+        self.server_info = found.get("serverInfo") or about.get(META + "serverInfo") or {}
+        self.instructions = str(found.get("instructions") or "")
+
+    def _info(self):
+        return {"name": "paicli", "version": __version__}
+
+    def _capabilities(self):
+        kinds = {"elicitation/create": ("elicitation", {"form": {}, "url": {}}),
+                 "sampling/createMessage": ("sampling", {}), "roots/list": ("roots", {})}
+        return dict(kinds[method] for method in self.handlers)
+
+    def _serve(self, method, params):
+        """Answer what the server asks."""
+        if method == "ping":
+            return {}
+        return self.handlers.get(method, functools.partial(refuse_request, method))(params)
+
+    def _on_notification(self, method, params):
+        if method == "notifications/progress":
+            self.peer.renew(params.get("progressToken"))
+        self.on_notification(method, params)
+
+    def _send(self, method, params, cancel=None, timeout_s=0):
+        """-> the result of one request, sent again where the transport can mend what is wrong."""
+        if self.version == MODERN:
+            params = {**params, "_meta": {**params.get("_meta", {}),
+                                          META + "protocolVersion": MODERN,
+                                          META + "clientInfo": self._info(),
+                                          META + "clientCapabilities": self._capabilities()}}
+        timeout_s = self.timeout_s if timeout_s == 0 else timeout_s
+        for n_left in (3, 2, 1, 0):
+            try:
+                return self.peer.request(method, params, timeout_s, cancel)
+            except (HttpError, McpError) as e:
+                if not n_left or not self.transport.recover(e, cancel or Cancel()):
+                    raise
+                if not self.transport.version and self.version in LEGACY and \
+                        method != "initialize":
+                    self._initialize(cancel)
+
+    def _request(self, method, params, cancel=None, timeout_s=0):
+        """-> the complete result; what the server wants to know for it is answered on the way."""
+        answers = {}
+        for _ in range(MAX_INPUT_ROUNDS):
+            result = self._send(method, {**params, **answers}, cancel, timeout_s)
+            kind = result.get("resultType", "complete")
+            if kind == "complete":
+                return result
+            if kind != "input_required":
+                raise McpError(f"a result of type {kind!r} is not known here")
+            wanted = result.get("inputRequests") or {}
+            answers = {"inputResponses": {key: self._serve(r["method"], r.get("params") or {})
+                                          for key, r in wanted.items()}} if wanted else {}
+            if "requestState" in result:
+                answers["requestState"] = result["requestState"]
+        raise McpError(f"the server asked back {MAX_INPUT_ROUNDS} times")
+
+    def _list(self, kind, key, cancel=None):
+        """-> all items of a list, whatever its pages."""
+        items, cursors, params = [], set(), {}
+        while len(cursors) < MAX_PAGES:
+            page = self._request(kind, params, cancel)
+            items += [item for item in page.get(key) or () if isinstance(item, dict)]
+            cursor = page.get("nextCursor")               # "" is one, too
+            if not isinstance(cursor, str) or cursor in cursors:
+                break
+            cursors.add(cursor)
+            params = {"cursor": cursor}
+        return items
+
+    def list_tools(self, cancel: Cancel | None = None) -> list[dict]:
+        """Return the server's tools as it describes them; the unusable are left out, and logged."""
+        tools, paths = {}, {}
+        for found in self._list("tools/list", "tools", cancel):
+            name = str(found.get("name"))
+            try:
+                if self.transport.param_paths is not None:
+                    paths[name] = header_params(found.get("inputSchema"))
+                tools.setdefault(name, found)
+            except (ValueError, RecursionError) as e:
+                self.transport.log.append(f"tool {name} is left out: {e}")
+        if paths:
+            self.transport.param_paths = paths
+        return list(tools.values())
+
+    def call_tool(self, name: str, arguments: dict, cancel: Cancel | None = None) -> dict:
+        """Return what a tool gives: {"content": [...], "isError": ...}.  Raises McpError."""
+        params = {"name": name, "arguments": arguments, "_meta": {}}
+        try:
+            return self._request("tools/call", params, cancel)
+        except McpError as e:
+            if e.code != -32020:         # the headers do not fit any more
+                raise
+            self.list_tools(cancel)
+            return self._request("tools/call", params, cancel)
+
+    def list_resources(self, cancel: Cancel | None = None) -> list[dict]:
+        """Return the resources, then the templates: {"uri" or "uriTemplate", "name", ...}."""
+        if "resources" not in self.capabilities:
+            return []
+        found = self._list("resources/list", "resources", cancel)
+        with contextlib.suppress(McpError):               # not every server knows of templates
+            found += self._list("resources/templates/list", "resourceTemplates", cancel)
+        return found
+
+    def read_resource(self, uri: str, cancel: Cancel | None = None) -> list[dict]:
+        """Return the contents of a resource: [{"uri", "mimeType", "text" or "blob"}]."""
+        return self._request("resources/read", {"uri": uri}, cancel).get("contents") or []
+
+    def list_prompts(self, cancel: Cancel | None = None) -> list[dict]:
+        """Return the prompts: {"name", "description", "arguments": [{"name", "required"}]}."""
+        return self._list("prompts/list", "prompts", cancel) \
+            if "prompts" in self.capabilities else []
+
+    def get_prompt(self, name: str, arguments: dict, cancel: Cancel | None = None) -> list[dict]:
+        """Return a prompt's messages: [{"role", "content": {"type": "text", "text"}}]."""
+        params = {"name": name, "arguments": arguments}
+        return self._request("prompts/get", params, cancel).get("messages") or []
+
+    def close(self) -> None:
+        """End the connection, and the process behind it."""
+        self._closing.set("closed")
+        if self.peer:
+            self.peer.close()
+
+
+# ---- tools and content for the model
+
+def tool_name(server: str, name: str) -> str:
+    """Return what the model calls a tool: mcp__{server}__{name}, of letters, digits, _ and -.
+
+    What had to be changed for that ends in a hash, so two tools never share a name.
+    """
+    exact = f"mcp__{server}__{name}"
+    safe_server = re.sub(r"[^a-zA-Z0-9-]+|__+", "_", server).strip("_")
+    safe = f"mcp__{safe_server}__" + re.sub(r"[^a-zA-Z0-9_-]", "_", name)
+    if safe == exact and len(safe) <= 64:
+        return safe
+    return f"{safe[:57]}_{_digest(exact.encode('utf-8', 'replace'))[:6]}"
+
+
+def clean_schema(schema) -> dict:
+    """Return a tool's inputSchema as models take it: an object, without what only tools need.
+
+    A choice (anyOf, oneOf) is put into words, unless it is only "or null"; $ref stays if local.
+    """
+    cleaned = _cleaned(schema if isinstance(schema, dict) else {})
+    properties = cleaned.get("properties")
+    return {**cleaned, "type": "object",
+            "properties": properties if isinstance(properties, dict) else {}}
+
+
+def _cleaned(schema):
+    if isinstance(schema, list):
+        return [_cleaned(s) for s in schema]
+    if not isinstance(schema, dict):
+        return schema
+    cleaned = {}
+    for key, value in schema.items():
+        if key in ("properties", "$defs", "definitions") and isinstance(value, dict):
+            cleaned[key] = {name: _cleaned(inner) for name, inner in value.items()}
+        elif key in ("enum", "const", "default", "examples", "required"):
+            cleaned[key] = value
+        elif key in ("anyOf", "oneOf") and isinstance(value, list):
+            choices = [_cleaned(s) for s in value if s != {"type": "null"}]
+            only = choices[0] if len(choices) == 1 and isinstance(choices[0], dict) else {}
+            words = "" if only else f"One of: {json.dumps(choices, ensure_ascii=False)}"
+            both = [schema.get("description") or only.get("description") or "", words]
+            cleaned.update({**only, "description": " ".join(filter(None, both))})
+        elif key not in ("$schema", "$id") and (key != "$ref" or str(value).startswith("#")):
+            cleaned.setdefault(key, _cleaned(value))
+    if isinstance(cleaned.get("description"), str):
+        cleaned["description"] = clip(cleaned["description"], 1000)
+    return cleaned
+
+
+def content_text(blocks: list, save: Callable[[bytes, str], str]) -> str:
+    """Return content blocks as text for the model; save(data, MIME type) -> path of what is none.
+
+    [{"type": "text", "text": "hi"}, {"type": "image", ...}] -> "hi\\n[image image/png, 9 KB: PATH]"
+    """
+    lines = []
+    for block in filter(lambda b: isinstance(b, dict), blocks):
+        kind, inner = block.get("type"), block.get("resource") or block
+        data, mime = inner.get("data") or inner.get("blob"), inner.get("mimeType") or ""
+        if isinstance(inner.get("text"), str):
+            lines.append(inner["text"])
+        elif isinstance(data, str):
+            raw = base64.b64decode(data + "==")           # too much padding does no harm
+            lines.append(f"[{kind or 'resource'} {mime}, {len(raw) // 1024} KB: {save(raw, mime)}]")
+        elif kind == "resource_link":
+            lines.append(f"[resource {inner.get('uri')}: {inner.get('name') or ''}]")
+        else:
+            lines.append(f"[content of type {kind}: {_shown(block)}]")
+    return "\n".join(lines)
+
+
+def result_text(result: dict, save: Callable[[bytes, str], str]) -> str:
+    """Return a CallToolResult as text.  Raises ToolError with it if the tool says it failed."""
+    content = result.get("content")
+    text = content_text(content if isinstance(content, list) else [], save)
+    if not text and "structuredContent" in result:
+        text = json.dumps(result["structuredContent"], ensure_ascii=False)
+    if len(text) > MAX_RESULT_CHARS:
+        text += f"\n[all of it: {save(text.encode('utf-8', 'replace'), 'text/plain')}]"
+    if result.get("isError"):
+        raise ToolError(text or "the tool failed and does not say why")
+    return text
+
+
+def elicit(ask: Callable[[str], str | None], params: dict) -> dict:
+    """Ask the person what a server wants to know; return an ElicitResult.
+
+    Enter takes a field's default; nobody there, or no, declines.
+    """
+    said = visible(str(params.get("message") or ""))
+    if params.get("mode") == "url":
+        answer = ask(f"❓ {said}\nOpen {visible(str(params.get('url')))} in a browser.  Done? [y/N] ")
+        return {"action": "accept" if (answer or "").strip().lower() == "y" else "decline"}
+    schema = params.get("requestedSchema") or {}
+    fields = schema.get("properties") or {}
+    answer = ask(f"❓ {said}\nIt asks for {', '.join(fields) or 'a yes'}.  Answer it? [y/N] ")
+    if (answer or "").strip().lower() not in ("y", "yes"):
+        return {"action": "decline"}
+    content = {}
+    for name, field in fields.items():
+        while name not in content:
+            answer = ask(f"{visible(name)} {_shown(field)}: ")
+            if answer is None:
+                return {"action": "cancel"}
+            value = answer.strip() or field.get("default")
+            if value is None and name not in (schema.get("required") or ()):
+                break
+            with contextlib.suppress(ToolError):          # it does not fit: asked again
+                content[name] = check_value(field, value, name)
+    return {"action": "accept", "content": content}
+
+
+# ---- configuration
+
+class ServerConfig(NamedTuple):
+    """An entry of mcp.json, checked and filled in."""
+    name: str
+    argv: tuple = ()                     # stdio
+    env: dict = {}
+    cwd: str | None = None
+    url: str = ""                        # HTTP
+    headers: dict = {}
+    timeout_s: float = 60
+    start_timeout_s: float = 30
+    is_disabled: bool = False
+    approved: tuple = ()                 # tools that run unasked
+    error: str = ""                      # what is wrong with the entry
+
+
+# What an entry must look like; every text in it may hold ${VAR} and ${VAR:-default}.
+_SERVER = {**_OBJECT, "properties": {
+    "command": _TEXT, "cwd": _TEXT, "url": _TEXT, "disabled": {"type": "boolean"},
+    "args": {"type": "array", "items": _TEXT}, "autoApprove": {"type": "array", "items": _TEXT},
+    "env": _OBJECT, "headers": _OBJECT, "timeout": {"type": "number"},
+    "startTimeout": {"type": "number"},
+    "type": {"enum": ["stdio", "http", "streamable-http", "streamableHttp"]}}}
+
+
+def read_servers(source: bytes, variables: dict, is_own: bool) -> dict[str, ServerConfig]:
+    """Return the servers of an mcp.json; an error costs only its own server.
+
+    `variables` are what ${...} may name; only the person's own file may approve tools.
+    Raises ConfigError if the file makes no sense at all.
+    """
+    try:
+        entries = json.loads(source).get("mcpServers", {})
+        return {name: _server_config(name, entry, variables, is_own)
+                for name, entry in entries.items()}
+    except (ValueError, AttributeError, RecursionError) as e:
+        raise ConfigError(f'it should be {{"mcpServers": {{NAME: {{...}}}}}}: {e}') from None
+
+
+def _server_config(name, entry, variables, is_own):
+    try:
+        entry = check_value(_SERVER, entry, f"{name}")
+        entry = {k: _expanded(v, variables, f"{name}.{k}") for k, v in entry.items()}
+        if bool(entry.get("command")) == bool(entry.get("url")):
+            raise ToolError(f"{name} needs either a command or a url")
+        for key, value in entry.get("headers", {}).items():
+            if not re.fullmatch(r"[\w-]+", key) or re.search(r"[\r\n\0]", str(value)):
+                raise ToolError(f"{name}.headers: {key!r} can't be a header")
+        argv = [entry["command"], *entry.get("args", ())] if entry.get("command") else ()
+        return ServerConfig(
+            name, tuple(argv), entry.get("env", {}), entry.get("cwd"), entry.get("url", ""),
+            entry.get("headers", {}), _seconds(entry.get("timeout", 60)),
+            _seconds(entry.get("startTimeout", 30)), entry.get("disabled", False),
+            tuple(entry.get("autoApprove", ())) if is_own else ())
+    except ToolError as e:
+        return ServerConfig(name, error=str(e))
+
+
+def _seconds(number):
+    """1000 and more are milliseconds, as Claude Code has them."""
+    return number / 1000 if number >= 1000 else max(number, 1)
+
+
+def _expanded(value, variables, where):
+    def fill(match):
+        name, is_optional, default = match.groups()
+        if not is_optional and name not in variables:
+            raise ToolError(f"{where}: the variable {name} is not set")
+        return variables.get(name) or default or ""
+    return map_strings(value, functools.partial(re.sub, r"\$\{(\w+)(?:(:-)([^}]*))?\}", fill))
+
+
+# ---- the server manager
+
+class _Server:
+    """One configured server: its state, its client, its tools."""
+
+    def __init__(self, config):
+        self.config = config
+        self.state = "disabled" if config.is_disabled else "starting"       # ready, error
+        self.error, self.since, self.tools, self.client = "", time.monotonic(), [], None
+        self.is_stale = False            # its list of tools has changed
+        self.n_failures = 0              # in a row
+        self.lock = threading.RLock()    # who starts or stops it
+
+
+class McpServers:
+    """All configured servers: started side by side, each on its own."""
+
+    def __init__(self, configs: Iterable[ServerConfig], make_client: Callable, save: Callable,
+                 on_event: Callable[[dict], None] = lambda event: None):
+        self.servers = {c.name: _Server(c) for c in configs}
+        self._make_client, self.save, self._on_event = make_client, save, on_event
+        self._slots = threading.Semaphore(8)              # so many start at a time
+        self._jobs = []
+        self.generation = 0              # changes with the tools
+
+    def start_all(self) -> None:
+        """Start the servers in the background."""
+        self._jobs = [Job("mcp-start", self._start, s) for s in self.servers.values()
+                      if s.state == "starting"]
+
+    def _start(self, server):
+        with server.lock, self._slots:
+            server.state = "starting"
+            try:
+                if server.config.error:
+                    raise ConfigError(server.config.error)
+                if not server.client:
+                    server.client = self._make_client(server.config)
+                    server.client.on_notification = functools.partial(self._on_notification, server)
+                server.client.connect()
+                server.tools = self._tools_of(server)
+                server.state, server.error, server.n_failures = "ready", "", 0
+            except PaiError as e:
+                server.state, server.error, server.tools = "error", str(e), []
+                server.n_failures += 1
+                if server.client:
+                    server.client.close()
+            server.since = time.monotonic()
+            self.generation += 1
+
+    def _on_notification(self, server, method, params):
+        if method == "notifications/tools/list_changed":
+            server.is_stale = True
+        elif method == "notifications/progress":
+            text = f"🔌 {server.config.name}: {params.get('progress')} {params.get('message', '')}"
+            self._on_event({"type": "wait", "text": text})
+
+    def _tools_of(self, server):
+        config, client, tools = server.config, server.client, {}
+        server.is_stale = False
+        for t in client.list_tools():
+            name, text = t["name"], t.get("description") or t.get("title") or ""
+            run = functools.partial(self._call, server, name)
+            try:
+                tools[name] = Tool(tool_name(config.name, name), clip(str(text), 4000),
+                                   clean_schema(t.get("inputSchema")), run)
+            except RecursionError:
+                client.transport.log.append(f"tool {name} is left out: its schema is too deep")
+        if "resources" in client.capabilities:
+            own = _ResourceTools(self, config.name)
+            for t in tools_in(own):
+                tools.setdefault(t.name, t._replace(name=tool_name(config.name, t.name)))
+        return [t._replace(level=1 if name in config.approved else 3) for name, t in tools.items()]
+
+    def _call(self, server, name, arguments, cancel):
+        result = self.client(server.config.name).call_tool(name, arguments, cancel)
+        return result_text(result, self.save)
+
+    def client(self, name: str) -> McpClient:
+        """Return the client of a server that is ready, or is so again: one that died is restarted.
+
+        Raises McpError, and soon after a failure without trying.
+        """
+        server = self.servers[name]
+        with server.lock:
+            if server.state in ("ready", "error") and (not server.client or
+                                                       server.client.peer.closed):
+                pause_s = min(60, 2 ** server.n_failures - 1)
+                if time.monotonic() > server.since + pause_s:
+                    self._start(server)
+            if server.state != "ready":
+                raise McpError(f"the server {name} is {server.state}: {server.error}")
+            return server.client
+
+    def wait(self, timeout_s: float, cancel: Cancel) -> None:
+        """Wait until the servers have started, or that long.  Raises Cancelled."""
+        latest = time.monotonic() + timeout_s
+        for job in self._jobs:
+            with contextlib.suppress(TimeoutError):
+                job.wait(cancel, max(0, latest - time.monotonic()))
+
+    def tools(self) -> list[Tool]:
+        """Return the tools of all servers that are ready; lists that changed are fetched again."""
+        for server in self.servers.values():
+            if server.state == "ready" and server.is_stale and not server.client.peer.closed:
+                with contextlib.suppress(PaiError), server.lock:
+                    server.tools = self._tools_of(server)
+        return [t for s in self.servers.values() for t in s.tools]
+
+    def status(self) -> list[str]:
+        """Return a line about each server."""
+        lines = []
+        for name, s in self.servers.items():
+            mark = {"ready": "●", "error": "✗", "disabled": "○"}.get(s.state, "…")
+            kind = "http" if s.config.url else "stdio"
+            parts = [f"{mark} {name:16} {s.state:8}", kind]
+            if s.state == "ready":
+                minutes = int(time.monotonic() - s.since) // 60
+                parts += [f"{len(s.tools)} tools", f"{minutes}m", s.client.version]
+                if s.client.peer.closed:
+                    parts.append(s.client.peer.closed.split(":")[0])
+                elif kind == "stdio":
+                    parts.append(f"PID {s.client.transport.popen.pid}")
+            lines.append(" | ".join(parts + [s.error] * bool(s.error)))
+        return lines
+
+    def restart(self, name: str) -> None:
+        """Stop a server and start it anew."""
+        self.disable(name)
+        self.enable(name)
+
+    def enable(self, name: str) -> None:
+        """Start a server; what came of it is in its state."""
+        self._start(self.servers[name])
+
+    def disable(self, name: str) -> None:
+        """Stop a server; its tools are gone."""
+        server = self.servers[name]
+        with server.lock:
+            if server.client:
+                server.client.close()
+            server.state, server.tools, server.error = "disabled", [], ""
+            self.generation += 1
+
+    def logs(self, name: str) -> list[str]:
+        """Return the last lines that a server wrote to its stderr."""
+        client = self.servers[name].client
+        return list(client.transport.log) if client else []
+
+    def close(self) -> None:
+        """Stop all servers."""
+        run_parallel("mcp-stop", [s.client.close for s in self.servers.values() if s.client])
+
+
+class _ResourceTools:
+    """What a server has besides tools, as two tools."""
+
+    def __init__(self, servers, name):
+        self._servers, self._name = servers, name
+
+    @tool(3)
+    def list_resources(self, cancel: Cancel | None = None) -> str:
+        """List the resources of this server: uri, or a template of uris, and name."""
+        found = self._servers.client(self._name).list_resources(cancel)
+        return "\n".join(f"{r.get('uri') or r.get('uriTemplate')}  {r.get('name', '')}"
+                         for r in found)
+
+    @tool(3)
+    def read_resource(self, uri: str, cancel: Cancel | None = None) -> str:
+        """Read a resource of this server."""
+        contents = self._servers.client(self._name).read_resource(uri, cancel)
+        return content_text(contents, self._servers.save)
 
 
 # =============================================================================

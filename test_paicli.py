@@ -3767,6 +3767,34 @@ def bench():
         print(f"  going on with those        {statistics.median(more):6.1f} ms CPU more than a new one, request included (limit 300)")
 
 
+def conformance(url):
+    """A client for the official suite: lists the server's tools and calls what the scenario wants."""
+    scenario = os.environ["MCP_CONFORMANCE_SCENARIO"]
+    context = json.loads(os.environ.get("MCP_CONFORMANCE_CONTEXT") or "{}")
+
+    def ask(question, cancel=None):
+        return "y" if "[y/N]" in question else "" if "default" in question else "true"
+    http = paicli.Http()
+    auth = make_auth(scenario, context, http) if "auth/" in scenario else None
+    handlers = {"elicitation/create": functools.partial(paicli.elicit, ask)}
+    client = paicli.McpClient(paicli.HttpTransport(http, url, auth=auth), handlers)
+    with contextlib.closing(client):
+        client.connect()
+        tools = {t["name"]: t for t in client.list_tools()}
+        known = {"add_numbers": {"a": 5, "b": 3}, "valid_tool": {"region": "eu"}}
+        wanted = [(c["name"], c["arguments"]) for c in context.get("toolCalls", ())]
+        if "json_schema_echo" in tools:
+            schema = tools["json_schema_2020_12_tool"]["inputSchema"]
+            wanted = [("json_schema_echo", {"schema": schema})]
+        for name, arguments in wanted or [(name, known.get(name, {})) for name in tools]:
+            print(name, client.call_tool(name, arguments))
+        if scenario == "http-standard-headers":
+            for resource in client.list_resources():
+                client.read_resource(resource["uri"])
+            for prompt in client.list_prompts():
+                client.get_prompt(prompt["name"], {})
+
+
 def run(*args):
     """paicli.py ARGS, for tests that start the program."""
     sys.exit(paicli.main(list(args)))
@@ -3775,7 +3803,7 @@ def run(*args):
 if __name__ == "__main__":
     sys.modules["test_paicli"] = sys.modules["__main__"]
     commands = {"blank": blank, "check": check, "prove": prove, "map": show_map, "bench": bench,
-                "torture": torture, "run": run}
+                "torture": torture, "run": run, "conformance": conformance}
     name, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
     if name in commands and (arguments or name not in ("blank", "check")):
         commands[name](*arguments)
