@@ -4936,12 +4936,14 @@ class McpClient:
                 supported = (data if isinstance(data, dict) else {}).get("supported") or ()
                 if MODERN in supported:
                     continue
-                self.version = max(set(LEGACY) & set(supported), default=LEGACY[-1])
-                return False
-            self._learn(found, found.get("supportedVersions") or [MODERN])
+                break
+            if not isinstance(found.get("supportedVersions"), list):
+                break                    # some answer whatever they are asked
+            self._learn(found, found["supportedVersions"])
             self.peer.on_request = None  # nor may it be answered
-            return True
-        raise McpError(f"the server refuses the version it asks for: {supported}")
+            return self.version == MODERN
+        self.version = max(set(LEGACY) & set(supported), default=LEGACY[-1])
+        return False
 
     def _initialize(self, cancel):
         self.transport.version = ""      # nor is there a session now
