@@ -36,6 +36,10 @@ The map.  A section uses only what stands above it, so read from the top:
    15. SEARCH TERMS    words of code and of questions, in four languages, as the same terms
    16. EMBEDDINGS      vectors from Ollama and OpenAI-compatible servers
    17. CODE INDEX      SQLite: by words and by vectors, one ranking, the graph
+  Tools of other programs
+   18. JSON-RPC        calls between two programs, over any transport
+   19. MCP TRANSPORTS  a server as a child process, or behind a URL
+   21. MCP             the client for both protocols, mcp.json, servers, their tools
   For people
    22. COMMANDS        /help and its friends, each a small function
    23. TERMINAL        drawing, typing, questions, build() and main()
@@ -4489,6 +4493,7 @@ class Peer:
         self.on_notification = lambda method, params: None
         self.closed = ""                 # why it is closed; "" as long as it is not
         self._transport, self._ids = transport, itertools.count(1)
+        self._served = set()             # ids of what the other side waits for, maybe for a person
         self._waiting = {}               # id of a request, as text -> the queue for its answer
         transport.start(self._receive, self._on_close)
 
@@ -4523,9 +4528,13 @@ class Peer:
     def _answer(self, answers, timeout_s, cancel):
         latest, message = time.monotonic() + MAX_RENEWALS * (timeout_s or 0), None
         while message is None:           # cancelled, or still worked on
-            message = answers.get(timeout=timeout_s)
+            try:
+                message = answers.get(timeout=timeout_s)
+            except queue.Empty:
+                if not self._served:
+                    raise
             cancel.check()
-            if message is None and time.monotonic() > latest:
+            if message is None and time.monotonic() > latest and not self._served:
                 raise queue.Empty
         return message
 
@@ -4566,6 +4575,7 @@ class Peer:
                 Job("rpc", self._serve, m)
 
     def _serve(self, message):
+        self._served.add(message["id"])
         job = Job("rpc-request", self.on_request, message["method"], message.get("params") or {})
         error, answer = job.error(), {"jsonrpc": "2.0", "id": message["id"]}
         if error:
@@ -4574,6 +4584,7 @@ class Peer:
                                "message": str(error)}
         else:
             answer["result"] = job.wait()
+        self._served.discard(message["id"])
         with contextlib.suppress(PaiError):
             self._transport.send(answer, Cancel())
 
@@ -4620,7 +4631,6 @@ def _parsed(text):
 
 class StdioTransport:
     """A server as a child process: a message is a line of JSON."""
-    param_paths = version = None         # only HTTP has headers
 
     def __init__(self, argv: list[str], env: dict | None = None, cwd: str | None = None):
         self.argv, self.env, self.cwd = argv, env, cwd
@@ -4896,7 +4906,7 @@ class McpClient:
 
     def __init__(self, transport, handlers: dict | None = None, timeout_s: float = 60,
                  start_timeout_s: float = 30):
-        self.transport = transport
+        self.transport, self._is_http = transport, isinstance(transport, HttpTransport)
         self.handlers = handlers or {}   # method -> (params) -> result: what a server may ask for
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.peer, self.version = None, ""
@@ -4915,7 +4925,7 @@ class McpClient:
         if self.version == MODERN and (self.capabilities.get("tools") or {}).get("listChanged"):
             wanted = {"notifications": {"toolsListChanged": True}}
             Job("mcp-listen", self._request, "subscriptions/listen", wanted, self._closing, None)
-        elif self.transport.version:
+        elif self._is_http:
             Job("mcp-listen", self.transport.listen)
 
     def _open(self):
@@ -4940,8 +4950,10 @@ class McpClient:
             if not isinstance(found.get("supportedVersions"), list):
                 break                    # some answer whatever they are asked
             self._learn(found, found["supportedVersions"])
-            self.peer.on_request = None  # nor may it be answered
-            return self.version == MODERN
+            if self.version == MODERN:
+                self.peer.on_request = None               # a response may not be sent
+                return True
+            break
         self.version = max(set(LEGACY) & set(supported), default=LEGACY[-1])
         return False
 
@@ -4996,8 +5008,8 @@ class McpClient:
             except (HttpError, McpError) as e:
                 if not n_left or not self.transport.recover(e, cancel or Cancel()):
                     raise
-                if not self.transport.version and self.version in LEGACY and \
-                        method != "initialize":
+                if self._is_http and not self.transport.version and self.version in LEGACY \
+                        and method != "initialize":
                     self._initialize(cancel)
 
     def _request(self, method, params, cancel=None, timeout_s=0):
@@ -5036,12 +5048,12 @@ class McpClient:
         for found in self._list("tools/list", "tools", cancel):
             name = str(found.get("name"))
             try:
-                if self.transport.param_paths is not None:
+                if self._is_http:        # pipes have no headers
                     paths[name] = header_params(found.get("inputSchema"))
                 tools.setdefault(name, found)
             except (ValueError, RecursionError) as e:
                 self.transport.log.append(f"tool {name} is left out: {e}")
-        if paths:
+        if self._is_http:
             self.transport.param_paths = paths
         return list(tools.values())
 
@@ -5186,15 +5198,15 @@ def elicit(ask: Callable[[str], str | None], params: dict) -> dict:
         return {"action": "decline"}
     content = {}
     for name, field in fields.items():
-        while name not in content:
+        while True:
             answer = ask(f"{visible(name)} {_shown(field)}: ")
             if answer is None:
                 return {"action": "cancel"}
-            value = answer.strip() or field.get("default")
-            if value is None and name not in (schema.get("required") or ()):
-                break
-            with contextlib.suppress(ToolError):          # it does not fit: asked again
-                content[name] = check_value(field, value, name)
+            content[name] = answer.strip() or field.get("default")
+            with contextlib.suppress(ToolError):          # else it does not fit: asked again
+                content = _check_object({**schema, "required": ()}, content, "")
+                if name in content or name not in (schema.get("required") or ()):
+                    break
     return {"action": "accept", "content": content}
 
 
@@ -5278,7 +5290,7 @@ class _Server:
 
     def __init__(self, config):
         self.config = config
-        self.state = "disabled" if config.is_disabled else "starting"       # ready, error
+        self.state = "disabled" if config.is_disabled else "waiting"        # starting, ready, error
         self.error, self.since, self.tools, self.client = "", time.monotonic(), [], None
         self.is_stale = False            # its list of tools has changed
         self.n_failures = 0              # in a row
@@ -5294,12 +5306,13 @@ class McpServers:
         self._make_client, self.save, self._on_event = make_client, save, on_event
         self._slots = threading.Semaphore(8)              # so many start at a time
         self._jobs = []
-        self.generation = 0              # changes with the tools
 
     def start_all(self) -> None:
-        """Start the servers in the background."""
-        self._jobs = [Job("mcp-start", self._start, s) for s in self.servers.values()
-                      if s.state == "starting"]
+        """Start those servers in the background that have not been yet."""
+        for server in self.servers.values():
+            if server.state == "waiting":
+                server.state = "starting"
+                self._jobs.append(Job("mcp-start", self._start, server))
 
     def _start(self, server):
         with server.lock, self._slots:
@@ -5319,7 +5332,6 @@ class McpServers:
                 if server.client:
                     server.client.close()
             server.since = time.monotonic()
-            self.generation += 1
 
     def _on_notification(self, server, method, params):
         if method == "notifications/tools/list_changed":
@@ -5366,9 +5378,9 @@ class McpServers:
             return server.client
 
     def wait(self, timeout_s: float, cancel: Cancel) -> None:
-        """Wait until the servers have started, or that long.  Raises Cancelled."""
-        latest = time.monotonic() + timeout_s
-        for job in self._jobs:
+        """Wait for the servers that were started, once and at most that long.  Raises Cancelled."""
+        latest, jobs, self._jobs = time.monotonic() + timeout_s, self._jobs, []
+        for job in jobs:
             with contextlib.suppress(TimeoutError):
                 job.wait(cancel, max(0, latest - time.monotonic()))
 
@@ -5413,7 +5425,6 @@ class McpServers:
             if server.client:
                 server.client.close()
             server.state, server.tools, server.error = "disabled", [], ""
-            self.generation += 1
 
     def logs(self, name: str) -> list[str]:
         """Return the last lines that a server wrote to its stderr."""
@@ -5460,6 +5471,9 @@ class _ResourceTools:
 # Tests: TestCommands (exercise, 1 of 3 stars).  Try: /help.
 
 
+START_WAIT_S = 20                        # for MCP servers, before the first turn
+
+
 def commands() -> dict[str, Callable]:
     """Return the table: name -> function."""
     return {"/help": show_help, "/clear": clear_history, "/model": choose_model,
@@ -5468,7 +5482,7 @@ def commands() -> dict[str, Callable]:
             "/context": show_context, "/compact": compact_now, "/memory": list_facts,
             "/save": save_fact, "/forget": forget_fact, "/tools": list_tools,
             "/index": index_folder, "/search": search_code_base, "/graph": show_graph,
-            "/trace": switch_trace, "/exit": leave, "/quit": leave}
+            "/mcp": manage_servers, "/trace": switch_trace, "/exit": leave, "/quit": leave}
 
 
 def run_command(app, line: str) -> str:
@@ -5640,6 +5654,129 @@ def search_code_base(app, arguments: str) -> str:
 def show_graph(app, arguments: str) -> str:
     """NAME  What a class or method has to do with others."""
     return format_graph(arguments, app.index.relations(arguments))
+
+
+def manage_servers(app, arguments: str) -> str:
+    """[restart|enable|disable|logs|resources|prompts NAME]  MCP servers."""
+    servers, (action, _, name) = app.mcp, arguments.partition(" ")
+    servers.start_all()
+    if not arguments:
+        servers.wait(START_WAIT_S, app.cancel)
+        return "\n".join(servers.status()) or "🔌 MCP servers: none configured (see README)"
+    name = name.strip()
+    if name not in servers.servers:
+        raise ConfigError(f"no MCP server {name!r}{did_you_mean(name, servers.servers)}")
+    if action == "logs":
+        return "\n".join(servers.logs(name)) or "It wrote nothing to its stderr."
+    if action in ("resources", "prompts"):
+        found = getattr(servers.client(name), "list_" + action)(app.cancel)
+        return "\n".join(f"  @{name}:{r.get('uri') or r.get('uriTemplate') or r.get('name')}  "
+                         f"{one_line(r.get('description') or r.get('name') or '', 80)}"
+                         + "".join(f" {a.get('name')}=" for a in r.get("arguments") or ())
+                         for r in found) or f"{name} has no {action}."
+    if action not in ("restart", "enable", "disable"):
+        raise ConfigError("usage: /mcp [restart|enable|disable|logs|resources|prompts NAME]")
+    getattr(servers, action)(name)
+    return "\n".join(servers.status())
+
+
+def load_servers(app) -> dict[str, ServerConfig]:
+    """Return the servers of mcp.json of PAICLI_HOME, and of the folder if the person trusts it."""
+    servers, settings = {}, app.config.settings
+    variables = {"HOME": os.path.expanduser("~"),
+                 **{k: v.value for k, v in settings.items() if v.source != "./.env"},
+                 "PROJECT_DIR": app.config.cwd}
+    own, folder = (os.path.join(base, "mcp.json") for base in (
+        app.config.home, os.path.join(app.config.cwd, ".paicli")))
+    for path in dict.fromkeys((own, folder)):
+        with contextlib.suppress(OSError):                # none, mostly
+            content, what = _bytes_of(path), "would start programs or send data to servers"
+            try:
+                if path != own:
+                    taken = [n for n in servers if json.dumps(n).encode() in content]
+                    what += f" (instead of your own {', '.join(taken)})" if taken else ""
+                    content = app.trust.read(path, what)
+                if content is None:
+                    raise ConfigError("it needs your trust")
+                servers.update(read_servers(content, variables, path == own))
+            except ConfigError as e:     # it costs only the servers of this file
+                app.notices.append(f"{path} is not loaded: {e}")
+    return servers
+
+
+def refresh_tools(app, cancel: Cancel) -> None:
+    """Have the toolbox hold what the MCP servers offer now; called before each round."""
+    app.mcp.start_all()
+    app.mcp.wait(START_WAIT_S, cancel)
+    tools, toolbox = app.mcp.tools(), app.agent.toolbox
+    if tools != app.mcp_tools:
+        toolbox.remove(t.name for t in app.mcp_tools)
+        toolbox.add(tools)
+        app.mcp_tools = tools
+        app.agent.system = system_prompt(app.config.cwd, toolbox.tools, app.project_notes)
+
+
+def save_content(app, data: bytes, mime: str) -> str:
+    """Keep what a server gave and a model can't read as text; return the file's path."""
+    extension = re.sub(r".*/|[^a-z0-9]", "", mime) or "bin"
+    path = os.path.join(app.config.home, "mcp-files", f"{_digest(data)[:12]}.{extension}")
+    try:
+        atomic_write(path, data, 0o600)
+    except OSError as e:
+        return f"not saved, {e}"
+    return path
+
+
+def with_resources(servers: McpServers, text: str, cancel: Cancel) -> str:
+    """Return the text followed by what it names of servers: @server:uri, @server:prompt?key=value."""
+    parts = [text]
+    for name, what in dict.fromkeys(re.findall(r"(?<!\S)@([\w.-]+):(\S*[^\s.,;!?)])", text)):
+        if name in servers.servers:
+            servers.start_all()
+            servers.wait(START_WAIT_S, cancel)
+            if re.match(r"[A-Za-z][\w+.-]*:", what):
+                found = servers.client(name).read_resource(what, cancel)
+            else:
+                prompt, _, query = what.partition("?")
+                found = [m.get("content") for m in servers.client(name).get_prompt(
+                    prompt, dict(urllib.parse.parse_qsl(query)), cancel)]
+            parts.append(f"<resource server=\"{name}\" uri=\"{what}\">\n"
+                         f"{clip(content_text(found, servers.save), MAX_RESULT_CHARS)}\n</resource>")
+    return "\n\n".join(parts)
+
+
+def sample(app, server: str, params: dict) -> dict:
+    """Have the current model answer what a server asks, if the person agrees."""
+    messages = []
+    for m in params.get("messages") or ():
+        content = m.get("content")
+        blocks = content if isinstance(content, list) else [content]
+        messages.append({"role": m.get("role"), "content": content_text(blocks, app.mcp.save)})
+    shown = "\n    ".join(visible(f"{m['role']}: {m['content']}").split("\n") for m in messages)
+    answer = app.ask(f"❓ The MCP server {server} asks your model:\n    {shown}\nMay it? [y/N] ",
+                     app.cancel)
+    if (answer or "").strip().lower() not in ("y", "yes"):
+        raise McpError("the person said no", -1)
+    if params.get("systemPrompt"):
+        messages.insert(0, {"role": "system", "content": str(params["systemPrompt"])})
+    reply = app.agent.model.reply(messages, [], lambda kind, text: None, app.cancel)
+    return {"role": "assistant", "content": {"type": "text", "text": reply.text},
+            "model": getattr(getattr(app.agent.model, "provider", None), "model", "demo"),
+            "stopReason": "endTurn"}
+
+
+def make_client(app, environ: dict, config: ServerConfig) -> McpClient:
+    """Return a client for a configured server, not connected yet."""
+    transport = HttpTransport(app.http, config.url, config.headers) if config.url else \
+        StdioTransport(list(config.argv), {**environ, **config.env}, config.cwd or app.config.cwd)
+    root = {"uri": "file://" + urllib.parse.quote(app.config.cwd), "name": "workspace"}
+
+    def ask(question):
+        return app.ask(f"🔌 {visible(config.name)}: {question}", app.cancel)
+    handlers = {"roots/list": lambda params: {"roots": [root]},
+                "elicitation/create": functools.partial(elicit, ask),
+                "sampling/createMessage": functools.partial(sample, app, config.name)}
+    return McpClient(transport, handlers, config.timeout_s, config.start_timeout_s)
 
 
 def switch_trace(app, arguments: str) -> str:
@@ -5968,6 +6105,7 @@ class App:
         self.notices = list(config.notices)               # what to tell the person at the start
         self.trace, self.is_over = config.trace, False    # is_over: the person wants to leave
         self.plugin_names = []           # tools that came from the person's own files
+        self.mcp_tools = []              # those that MCP servers gave
         self.project_notes = ""          # AGENTS.md or CLAUDE.md of the folder
         self.http = Http(config.proxies)
         self.trust = Trust(os.path.join(config.home, "trust"), self.ask)
@@ -5996,7 +6134,8 @@ class App:
 
     def run_turn(self, text: str) -> str:
         """Run a turn, and learn from it if it ended badly.  Raises PaiError."""
-        answer = self.agent.run(self.mask(with_files(self.files, text)), self.cancel)
+        text = with_resources(self.mcp, with_files(self.files, text), self.cancel)
+        answer = self.agent.run(self.mask(text), self.cancel)
         if self.config.get("PAICLI_LESSONS") != "off" and not self.config.demo:
             with contextlib.suppress(PaiError):           # the turn itself is over and answered
                 lesson = reflect(self.agent, self.facts, self.cancel)
@@ -6008,6 +6147,11 @@ class App:
         """Return what is known for a task, as it joins the system message."""
         known = self.facts.relevant(task)
         return "\n\nKnown from before:\n- " + "\n- ".join(known) if known else ""
+
+    def before_round(self, agent: Agent, cancel: Cancel, must: bool = False) -> bool:
+        """Let new tools in, and compact if it is time; True if less is sent now."""
+        refresh_tools(self, cancel)
+        return self.compact(agent, cancel, must)
 
     def use_model(self, choice: str = "") -> str:
         """Talk to another model from now on; return a notice or "".  Raises ConfigError."""
@@ -6025,6 +6169,7 @@ class App:
     def close(self) -> None:
         """Stop what still runs."""
         self.shell.close()
+        self.mcp.close()
         self.http.close()
         self.index.close()
         self.store.close()
@@ -6059,13 +6204,17 @@ def build(config: Config) -> App:
     toolbox.add(builtin_tools(app.files, app.shell) + tools_in(app.memory))
     app.compact = Compactor(lambda: getattr(app.agent.model, "window", 0), app.on_event)
     app.agent = Agent(DemoModel(), toolbox, app.memory, app.on_event, "", config.max_rounds,
-                      config.token_budget, config.turn_timeout_s, app.notes, app.compact)
+                      config.token_budget, config.turn_timeout_s, app.notes, app.before_round)
     trust_env(app)
     app.index = CodeIndex(
         os.path.join(config.get("PAICLI_RAG_DIR", os.path.join(config.home, "rag")), "codebase.db"),
         config.cwd, use_embedder(app), app.mask)
     toolbox.add(tools_in(CodeTools(app.index)))
     app.notices += [app.use_model(), *load_plugins(app)]
+    workspace.folders.append(os.path.join(os.path.realpath(config.home), "mcp-files"))
+    app.mcp = McpServers(load_servers(app).values(),
+                         functools.partial(make_client, app, dict(os.environ)),
+                         functools.partial(save_content, app), app.on_event)
     if config.resume:
         app.notices.append(app.memory.resume(config.resume))
     return app
@@ -6194,6 +6343,8 @@ def dispatch(config: Config) -> int:
         if not words:
             print(BANNER, flush=True)
             app.notices.insert(0, choose_model(app, "").split("\n")[0])
+            app.notices.append(f"🔌 MCP servers: {', '.join(app.mcp.servers) or 'none configured'}")
+            app.mcp.start_all()          # while the person types
         for notice in filter(None, app.notices):
             screen.line(app.mask(notice))
         return run_line(app, screen, words, is_command) if words else repl(app, screen)
