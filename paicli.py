@@ -124,6 +124,14 @@ class ModelError(PaiError):
         super().__init__(message)
 
 
+class McpError(PaiError):
+    """An MCP server refused, or is gone.  `code` is JSON-RPC's, or ours: "closed", "silent"."""
+
+    def __init__(self, message: str, code: int | str = 0, data=None):
+        self.code, self.data = code, data
+        super().__init__(message)
+
+
 # ---- text
 
 def clean(text: str) -> str:
@@ -4469,17 +4477,6 @@ MAX_RENEWALS = 10                        # a request that reports progress may t
 #                                          as long as one that is silent
 
 
-class McpError(PaiError):
-    """The other side refused, broke off or keeps silent.
-
-    `code` is JSON-RPC's number, or ours: "closed", "silent"; `data` is what came with it.
-    """
-
-    def __init__(self, message: str, code: int | str = 0, data=None):
-        self.code, self.data = code, data
-        super().__init__(message)
-
-
 def refuse_request(method: str, params: dict) -> dict:
     """Answer a request that nobody serves."""
     raise McpError(f"there is no method {method!r}", -32601)
@@ -4623,12 +4620,6 @@ CLOSE_WAIT_S = 1.0                       # for a server to end once its stdin is
 META = "io.modelcontextprotocol/"        # what the keys of a modern request's _meta begin with
 
 
-def _parsed(text):
-    """-> a JSON value, or None."""
-    with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(text)
-
-
 class StdioTransport:
     """A server as a child process: a message is a line of JSON."""
 
@@ -4679,7 +4670,7 @@ class StdioTransport:
                 if len(line) == MAX_MESSAGE_BYTES:
                     self.log.append("a line without an end")
                     break
-                message = _parsed(line.decode("utf-8-sig", "replace"))
+                message = _json(line.decode("utf-8-sig", "replace"))
                 if isinstance(message, (dict, list)):
                     on_message(message)
                 else:
@@ -4766,7 +4757,7 @@ class HttpTransport:
         except HttpError as e:
             if not e.status and "id" in marks:            # it broke off, as streams may
                 return None
-            body = _parsed(e.body)       # a JSON-RPC error says more than the status
+            body = _json(e.body)       # a JSON-RPC error says more than the status
             is_answer = isinstance(body, dict) and isinstance(body.get("error"), dict)
             if is_answer and e.status not in (401, 403) and not self._has_lost_session(e):
                 return body
@@ -4789,10 +4780,10 @@ class HttpTransport:
             if kind != "text/event-stream" and method == "GET":
                 raise McpError("there is no stream")
             for _, data in reply.events(marks) if kind == "text/event-stream" else ():
-                found = _parsed(data)
+                found = _json(data)
                 if isinstance(found, dict) and "method" not in found and str(
                         found.get("id")) == str(message.get("id", "")):
-                    return found         # what is left of the stream is read by open()
+                    return found         # Http reads on, to keep the connection
                 self._on_message(found)
         return None
 
@@ -5212,248 +5203,222 @@ def elicit(ask: Callable[[str], str | None], params: dict) -> dict:
 
 # ---- configuration
 
-class ServerConfig(NamedTuple):
-    """An entry of mcp.json, checked and filled in."""
-    name: str
-    argv: tuple = ()                     # stdio
-    env: dict = {}
-    cwd: str | None = None
-    url: str = ""                        # HTTP
-    headers: dict = {}
-    timeout_s: float = 60
-    start_timeout_s: float = 30
-    is_disabled: bool = False
-    approved: tuple = ()                 # tools that run unasked
-    error: str = ""                      # what is wrong with the entry
-
-
-# What an entry must look like; every text in it may hold ${VAR} and ${VAR:-default}.
+# What an entry of mcp.json must look like; every text in it may hold ${VAR} and ${VAR:-default}.
+_NUMBER, _TEXTS = {"type": "number"}, {"type": "array", "items": _TEXT}
 _SERVER = {**_OBJECT, "properties": {
-    "command": _TEXT, "cwd": _TEXT, "url": _TEXT, "disabled": {"type": "boolean"},
-    "args": {"type": "array", "items": _TEXT}, "autoApprove": {"type": "array", "items": _TEXT},
-    "env": _OBJECT, "headers": _OBJECT, "timeout": {"type": "number"},
-    "startTimeout": {"type": "number"},
-    "type": {"enum": ["stdio", "http", "streamable-http", "streamableHttp"]}}}
+    "type": {"enum": ["stdio", "http", "streamable-http", "streamableHttp"]},
+    "command": _TEXT, "args": _TEXTS, "env": _OBJECT, "cwd": _TEXT, "url": _TEXT,
+    "headers": _OBJECT, "timeout": _NUMBER, "startTimeout": _NUMBER, "autoApprove": _TEXTS,
+    "disabled": {"type": "boolean"}}}
 
 
-def read_servers(source: bytes, variables: dict, is_own: bool) -> dict[str, ServerConfig]:
-    """Return the servers of an mcp.json; an error costs only its own server.
+def read_servers(source: bytes, variables: dict, is_own: bool) -> dict[str, dict]:
+    """Return the entries of an mcp.json by name; one that makes no sense is {"error": why}.
 
     `variables` are what ${...} may name; only the person's own file may approve tools.
     Raises ConfigError if the file makes no sense at all.
     """
+    servers = {}
     try:
-        entries = json.loads(source).get("mcpServers", {})
-        return {name: _server_config(name, entry, variables, is_own)
-                for name, entry in entries.items()}
-    except (ValueError, AttributeError, RecursionError) as e:
-        raise ConfigError(f'it should be {{"mcpServers": {{NAME: {{...}}}}}}: {e}') from None
+        entries = json.loads(source)["mcpServers"].items()
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+        raise ConfigError(f'it should be {{"mcpServers": {{NAME: {{...}}}}}}: {e!r}') from None
+    for name, entry in entries:
+        try:
+            servers[name] = _checked_server(name, entry, variables)
+        except ToolError as e:
+            servers[name] = {"error": str(e)}
+        if not is_own:
+            servers[name].pop("autoApprove", None)
+    return servers
 
 
-def _server_config(name, entry, variables, is_own):
-    try:
-        entry = check_value(_SERVER, entry, f"{name}")
-        entry = {k: _expanded(v, variables, f"{name}.{k}") for k, v in entry.items()}
-        if bool(entry.get("command")) == bool(entry.get("url")):
-            raise ToolError(f"{name} needs either a command or a url")
-        for key, value in entry.get("headers", {}).items():
-            if not re.fullmatch(r"[\w-]+", key) or re.search(r"[\r\n\0]", str(value)):
-                raise ToolError(f"{name}.headers: {key!r} can't be a header")
-        argv = [entry["command"], *entry.get("args", ())] if entry.get("command") else ()
-        return ServerConfig(
-            name, tuple(argv), entry.get("env", {}), entry.get("cwd"), entry.get("url", ""),
-            entry.get("headers", {}), _seconds(entry.get("timeout", 60)),
-            _seconds(entry.get("startTimeout", 30)), entry.get("disabled", False),
-            tuple(entry.get("autoApprove", ())) if is_own else ())
-    except ToolError as e:
-        return ServerConfig(name, error=str(e))
-
-
-def _seconds(number):
-    """1000 and more are milliseconds, as Claude Code has them."""
-    return number / 1000 if number >= 1000 else max(number, 1)
-
-
-def _expanded(value, variables, where):
+def _checked_server(name, entry, variables):
     def fill(match):
-        name, is_optional, default = match.groups()
-        if not is_optional and name not in variables:
-            raise ToolError(f"{where}: the variable {name} is not set")
-        return variables.get(name) or default or ""
-    return map_strings(value, functools.partial(re.sub, r"\$\{(\w+)(?:(:-)([^}]*))?\}", fill))
+        variable, has_default, default = match.groups()
+        if variable not in variables and not has_default:
+            raise ToolError(f"{name}.{key}: the variable {variable} is not set")
+        return variables.get(variable) or default or ""
+    entry = check_value(_SERVER, entry, name)
+    for key, value in entry.items():
+        entry[key] = map_strings(value, functools.partial(
+            re.sub, r"\$\{(\w+)(?:(:-)([^}]*))?\}", fill))
+    for key in ("timeout", "startTimeout"):               # in ms, as Claude Code has them, or s
+        if entry.get(key, 0) >= 1000:
+            entry[key] /= 1000
+    if bool(entry.get("command")) == bool(entry.get("url")):
+        raise ToolError(f"{name} needs either a command or a url")
+    for header, value in entry.get("headers", {}).items():
+        if not re.fullmatch(r"[\w-]+", header) or re.search(r"[\r\n\0]", str(value)):
+            raise ToolError(f"{name}.headers.{header} can't be a header")
+    return entry
 
 
 # ---- the server manager
 
-class _Server:
-    """One configured server: its state, its client, its tools."""
+class McpServer:
+    """One configured server: its client, its tools, and how it is."""
 
-    def __init__(self, config):
-        self.config = config
-        self.state = "disabled" if config.is_disabled else "waiting"        # starting, ready, error
-        self.error, self.since, self.tools, self.client = "", time.monotonic(), [], None
-        self.is_stale = False            # its list of tools has changed
-        self.n_failures = 0              # in a row
-        self.lock = threading.RLock()    # who starts or stops it
+    def __init__(self, name: str, entry: dict, client: McpClient | None,
+                 save: Callable[[bytes, str], str], on_event: Callable[[dict], None]):
+        self.name, self.entry, self.client, self._on_event = name, entry, client, on_event
+        self.save = save                 # (data, MIME type) -> where it was saved
+        self.state = "disabled" if entry.get("disabled") else "waiting"     # starting ready error
+        self.error, self.tools, self.since = entry.get("error", ""), [], 0.0
+        self._is_stale = False           # the server says that its tools have changed
+        self._n_deaths = 0
+        self._lock = threading.RLock()   # one starts or stops it at a time
+        if client:
+            client.on_notification = self._on_notification
 
-
-class McpServers:
-    """All configured servers: started side by side, each on its own."""
-
-    def __init__(self, configs: Iterable[ServerConfig], make_client: Callable, save: Callable,
-                 on_event: Callable[[dict], None] = lambda event: None):
-        self.servers = {c.name: _Server(c) for c in configs}
-        self._make_client, self.save, self._on_event = make_client, save, on_event
-        self._slots = threading.Semaphore(8)              # so many start at a time
-        self._jobs = []
-
-    def start_all(self) -> None:
-        """Start those servers in the background that have not been yet."""
-        for server in self.servers.values():
-            if server.state == "waiting":
-                server.state = "starting"
-                self._jobs.append(Job("mcp-start", self._start, server))
-
-    def _start(self, server):
-        with server.lock, self._slots:
-            server.state = "starting"
+    def start(self) -> None:
+        """Start it and learn its tools; `state` is ready then, or error."""
+        with self._lock:
+            self.state, self.since = "starting", time.monotonic()
             try:
-                if server.config.error:
-                    raise ConfigError(server.config.error)
-                if not server.client:
-                    server.client = self._make_client(server.config)
-                    server.client.on_notification = functools.partial(self._on_notification, server)
-                server.client.connect()
-                server.tools = self._tools_of(server)
-                server.state, server.error, server.n_failures = "ready", "", 0
+                if not self.client:
+                    raise ConfigError(self.error)
+                self.client.connect()
+                self.tools = self._list_tools()
+                self.state, self.error = "ready", ""
             except PaiError as e:
-                server.state, server.error, server.tools = "error", str(e), []
-                server.n_failures += 1
-                if server.client:
-                    server.client.close()
-            server.since = time.monotonic()
+                self.stop("error", str(e))
 
-    def _on_notification(self, server, method, params):
+    def stop(self, state: str = "disabled", error: str = "") -> None:
+        """Stop it; its tools are gone."""
+        with self._lock:
+            if self.client:
+                self.client.close()
+            self.state, self.error, self.tools = state, error, []
+
+    def ready(self) -> McpClient:
+        """Return the client, connected; if the server has died it is started again.
+
+        Raises McpError.  From one death to the next the pause gets longer.
+        """
+        with self._lock:
+            if self.state == "ready" and self.client.peer.closed:
+                if time.monotonic() < self.since + 2 ** self._n_deaths - 1:
+                    raise McpError(f"{self.client.peer.closed}; it will be started again soon")
+                self._n_deaths = min(self._n_deaths + 1, 6)
+                self.start()
+            if self.state != "ready":
+                raise McpError(f"the server {self.name} is not ready ({self.state}) {self.error}")
+            return self.client
+
+    def _on_notification(self, method, params):
         if method == "notifications/tools/list_changed":
-            server.is_stale = True
+            self._is_stale = True
         elif method == "notifications/progress":
-            text = f"🔌 {server.config.name}: {params.get('progress')} {params.get('message', '')}"
+            text = f"🔌 {self.name}: {params.get('progress')} {params.get('message') or ''}"
             self._on_event({"type": "wait", "text": text})
 
-    def _tools_of(self, server):
-        config, client, tools = server.config, server.client, {}
-        server.is_stale = False
-        for t in client.list_tools():
-            name, text = t["name"], t.get("description") or t.get("title") or ""
-            run = functools.partial(self._call, server, name)
-            try:
-                tools[name] = Tool(tool_name(config.name, name), clip(str(text), 4000),
-                                   clean_schema(t.get("inputSchema")), run)
-            except RecursionError:
-                client.transport.log.append(f"tool {name} is left out: its schema is too deep")
-        if "resources" in client.capabilities:
-            own = _ResourceTools(self, config.name)
-            for t in tools_in(own):
-                tools.setdefault(t.name, t._replace(name=tool_name(config.name, t.name)))
-        return [t._replace(level=1 if name in config.approved else 3) for name, t in tools.items()]
+    def refresh(self) -> None:
+        """Ask for the tools again if they have changed."""
+        with contextlib.suppress(PaiError), self._lock:
+            if self.state == "ready" and self._is_stale:
+                self.tools = self._list_tools()
 
-    def _call(self, server, name, arguments, cancel):
-        result = self.client(server.config.name).call_tool(name, arguments, cancel)
-        return result_text(result, self.save)
+    def _list_tools(self):
+        self._is_stale, tools = False, {}
+        for t in self.client.list_tools():
+            with contextlib.suppress(RecursionError):     # of a schema that nobody could read
+                text = t.get("description") or t.get("title") or ""
+                tools[t["name"]] = Tool("", clip(str(text), 4000), clean_schema(
+                    t.get("inputSchema")), functools.partial(self._call, t["name"]))
+        if "resources" in self.client.capabilities:
+            tools = {**{t.name: t for t in tools_in(self)}, **tools}
+        approved = self.entry.get("autoApprove", ())
+        return [t._replace(name=tool_name(self.name, name), level=1 if name in approved else 3)
+                for name, t in tools.items()]
 
-    def client(self, name: str) -> McpClient:
-        """Return the client of a server that is ready, or is so again: one that died is restarted.
-
-        Raises McpError, and soon after a failure without trying.
-        """
-        server = self.servers[name]
-        with server.lock:
-            if server.state in ("ready", "error") and (not server.client or
-                                                       server.client.peer.closed):
-                pause_s = min(60, 2 ** server.n_failures - 1)
-                if time.monotonic() > server.since + pause_s:
-                    self._start(server)
-            if server.state != "ready":
-                raise McpError(f"the server {name} is {server.state}: {server.error}")
-            return server.client
-
-    def wait(self, timeout_s: float, cancel: Cancel) -> None:
-        """Wait for the servers that were started, once and at most that long.  Raises Cancelled."""
-        latest, jobs, self._jobs = time.monotonic() + timeout_s, self._jobs, []
-        for job in jobs:
-            with contextlib.suppress(TimeoutError):
-                job.wait(cancel, max(0, latest - time.monotonic()))
-
-    def tools(self) -> list[Tool]:
-        """Return the tools of all servers that are ready; lists that changed are fetched again."""
-        for server in self.servers.values():
-            if server.state == "ready" and server.is_stale and not server.client.peer.closed:
-                with contextlib.suppress(PaiError), server.lock:
-                    server.tools = self._tools_of(server)
-        return [t for s in self.servers.values() for t in s.tools]
-
-    def status(self) -> list[str]:
-        """Return a line about each server."""
-        lines = []
-        for name, s in self.servers.items():
-            mark = {"ready": "●", "error": "✗", "disabled": "○"}.get(s.state, "…")
-            kind = "http" if s.config.url else "stdio"
-            parts = [f"{mark} {name:16} {s.state:8}", kind]
-            if s.state == "ready":
-                minutes = int(time.monotonic() - s.since) // 60
-                parts += [f"{len(s.tools)} tools", f"{minutes}m", s.client.version]
-                if s.client.peer.closed:
-                    parts.append(s.client.peer.closed.split(":")[0])
-                elif kind == "stdio":
-                    parts.append(f"PID {s.client.transport.popen.pid}")
-            lines.append(" | ".join(parts + [s.error] * bool(s.error)))
-        return lines
-
-    def restart(self, name: str) -> None:
-        """Stop a server and start it anew."""
-        self.disable(name)
-        self.enable(name)
-
-    def enable(self, name: str) -> None:
-        """Start a server; what came of it is in its state."""
-        self._start(self.servers[name])
-
-    def disable(self, name: str) -> None:
-        """Stop a server; its tools are gone."""
-        server = self.servers[name]
-        with server.lock:
-            if server.client:
-                server.client.close()
-            server.state, server.tools, server.error = "disabled", [], ""
-
-    def logs(self, name: str) -> list[str]:
-        """Return the last lines that a server wrote to its stderr."""
-        client = self.servers[name].client
-        return list(client.transport.log) if client else []
-
-    def close(self) -> None:
-        """Stop all servers."""
-        run_parallel("mcp-stop", [s.client.close for s in self.servers.values() if s.client])
-
-
-class _ResourceTools:
-    """What a server has besides tools, as two tools."""
-
-    def __init__(self, servers, name):
-        self._servers, self._name = servers, name
+    def _call(self, name, arguments, cancel):
+        return result_text(self.ready().call_tool(name, arguments, cancel), self.save)
 
     @tool(3)
     def list_resources(self, cancel: Cancel | None = None) -> str:
-        """List the resources of this server: uri, or a template of uris, and name."""
-        found = self._servers.client(self._name).list_resources(cancel)
+        """List the resources of this server: their URIs, or templates of them, and names."""
         return "\n".join(f"{r.get('uri') or r.get('uriTemplate')}  {r.get('name', '')}"
-                         for r in found)
+                         for r in self.ready().list_resources(cancel))
 
     @tool(3)
     def read_resource(self, uri: str, cancel: Cancel | None = None) -> str:
         """Read a resource of this server."""
-        contents = self._servers.client(self._name).read_resource(uri, cancel)
-        return content_text(contents, self._servers.save)
+        return content_text(self.ready().read_resource(uri, cancel), self.save)
+
+    def status(self) -> str:
+        """Return a line: ● git  ready | stdio | 12 tools | 3m | PID 12345 | 2026-07-28."""
+        mark = {"ready": "●", "error": "✗", "disabled": "○"}.get(self.state, "…")
+        parts = [f"{mark} {self.name:16} {self.state}", "http" if "url" in self.entry else "stdio"]
+        if self.state == "ready":
+            parts += [f"{len(self.tools)} tools", f"{time.monotonic() - self.since:.0f} s"]
+            if self.client.peer.closed:
+                parts.append("starts again when it is needed: " + self.client.peer.closed)
+            elif "command" in self.entry:
+                parts.append(f"PID {self.client.transport.popen.pid}")
+            parts.append(self.client.version)
+        return " | ".join(filter(None, [*parts, self.error]))
+
+
+class McpServers:
+    """All configured servers: started side by side, none in the way of another."""
+
+    def __init__(self, servers: Iterable[McpServer]):
+        self.servers = {s.name: s for s in servers}
+        self._slots, self._jobs = threading.Semaphore(8), []
+
+    def start_all(self) -> None:
+        """Start those that were not yet started, in the background, at most 8 at a time."""
+        def start(server):
+            with self._slots:
+                server.start()
+        for server in self.servers.values():
+            if server.state == "waiting":
+                server.state = "starting"
+                self._jobs.append(Job("mcp-start", start, server))
+
+    def tools(self, timeout_s: float, cancel: Cancel) -> list[Tool]:
+        """Return all tools there are; those that start now are waited for once, and so long."""
+        self.start_all()
+        latest, jobs, self._jobs = time.monotonic() + timeout_s, self._jobs, []
+        for job in jobs:
+            with contextlib.suppress(TimeoutError):
+                job.wait(cancel, max(0, latest - time.monotonic()))
+        for server in self.servers.values():
+            server.refresh()
+        return [t for server in self.servers.values() for t in server.tools]
+
+    def find(self, name: str) -> McpServer:
+        """Return a server.  Raises ConfigError that names those that look alike."""
+        if name not in self.servers:
+            raise ConfigError(f"no MCP server {name!r}{did_you_mean(name, self.servers)}")
+        return self.servers[name]
+
+    def status(self) -> str:
+        """Return a line for each server."""
+        return "\n".join(s.status() for s in self.servers.values())
+
+    def disable(self, name: str) -> str:
+        """Stop a server, return how it is."""
+        self.find(name).stop()
+        return self.find(name).status()
+
+    def enable(self, name: str) -> str:
+        """Start a server, anew if it runs; return how it is."""
+        self.disable(name)
+        self.find(name).start()
+        return self.find(name).status()
+
+    restart = enable
+
+    def logs(self, name: str) -> str:
+        """Return the last lines a server wrote to its stderr."""
+        client = self.find(name).client
+        return "\n".join(client.transport.log if client else ())
+
+    def close(self) -> None:
+        """Stop all of them, side by side."""
+        run_parallel("mcp-stop", [s.stop for s in self.servers.values()])
 
 
 # =============================================================================
@@ -5657,58 +5622,49 @@ def show_graph(app, arguments: str) -> str:
 
 
 def manage_servers(app, arguments: str) -> str:
-    """[restart|enable|disable|logs|resources|prompts NAME]  MCP servers."""
+    """[restart|enable|disable|logs|resources|prompts NAME]  MCP servers and what they offer."""
     servers, (action, _, name) = app.mcp, arguments.partition(" ")
-    servers.start_all()
+    servers.tools(START_WAIT_S, app.cancel)
     if not arguments:
-        servers.wait(START_WAIT_S, app.cancel)
-        return "\n".join(servers.status()) or "🔌 MCP servers: none configured (see README)"
-    name = name.strip()
-    if name not in servers.servers:
-        raise ConfigError(f"no MCP server {name!r}{did_you_mean(name, servers.servers)}")
-    if action == "logs":
-        return "\n".join(servers.logs(name)) or "It wrote nothing to its stderr."
-    if action in ("resources", "prompts"):
-        found = getattr(servers.client(name), "list_" + action)(app.cancel)
-        return "\n".join(f"  @{name}:{r.get('uri') or r.get('uriTemplate') or r.get('name')}  "
-                         f"{one_line(r.get('description') or r.get('name') or '', 80)}"
-                         + "".join(f" {a.get('name')}=" for a in r.get("arguments") or ())
-                         for r in found) or f"{name} has no {action}."
-    if action not in ("restart", "enable", "disable"):
+        return servers.status() or "🔌 MCP servers: none configured; mcp.example.json shows how"
+    if action in ("restart", "enable", "disable", "logs"):
+        return getattr(servers, action)(name.strip()) or "It wrote nothing to its stderr."
+    if action not in ("resources", "prompts"):
         raise ConfigError("usage: /mcp [restart|enable|disable|logs|resources|prompts NAME]")
-    getattr(servers, action)(name)
-    return "\n".join(servers.status())
+    found = getattr(servers.find(name.strip()).ready(), "list_" + action)(app.cancel)
+    lines = []
+    for r in found:
+        what = r.get("uri") or r.get("uriTemplate") or "?".join(filter(None, (
+            r.get("name"), "&".join(f"{a['name']}=..." for a in r.get("arguments") or ()))))
+        lines.append(f"  @{name.strip()}:{what}  {one_line(r.get('description') or '', 80)}")
+    return "\n".join(lines) or "There are none."
 
 
-def load_servers(app) -> dict[str, ServerConfig]:
+def load_servers(app) -> dict[str, dict]:
     """Return the servers of mcp.json of PAICLI_HOME, and of the folder if the person trusts it."""
     servers, settings = {}, app.config.settings
     variables = {"HOME": os.path.expanduser("~"),
                  **{k: v.value for k, v in settings.items() if v.source != "./.env"},
                  "PROJECT_DIR": app.config.cwd}
-    own, folder = (os.path.join(base, "mcp.json") for base in (
-        app.config.home, os.path.join(app.config.cwd, ".paicli")))
-    for path in dict.fromkeys((own, folder)):
-        with contextlib.suppress(OSError):                # none, mostly
-            content, what = _bytes_of(path), "would start programs or send data to servers"
-            try:
-                if path != own:
-                    taken = [n for n in servers if json.dumps(n).encode() in content]
-                    what += f" (instead of your own {', '.join(taken)})" if taken else ""
-                    content = app.trust.read(path, what)
-                if content is None:
-                    raise ConfigError("it needs your trust")
-                servers.update(read_servers(content, variables, path == own))
-            except ConfigError as e:     # it costs only the servers of this file
-                app.notices.append(f"{path} is not loaded: {e}")
+    own = os.path.join(app.config.home, "mcp.json")
+    for path in dict.fromkeys((own, os.path.join(app.config.cwd, ".paicli", "mcp.json"))):
+        if not os.path.isfile(path):
+            continue
+        try:
+            content = _bytes_of(path) if path == own else app.trust.read(
+                path, "would start programs or call servers, in place of yours of the same name: "
+                      + (", ".join(servers) or "you have none"))
+            if content is None:
+                raise ConfigError("it needs your trust")
+            servers.update(read_servers(content, variables, path == own))
+        except (ConfigError, OSError) as e:               # it costs only the servers of this file
+            app.notices.append(f"{path} is not loaded: {e}")
     return servers
 
 
 def refresh_tools(app, cancel: Cancel) -> None:
     """Have the toolbox hold what the MCP servers offer now; called before each round."""
-    app.mcp.start_all()
-    app.mcp.wait(START_WAIT_S, cancel)
-    tools, toolbox = app.mcp.tools(), app.agent.toolbox
+    tools, toolbox = app.mcp.tools(START_WAIT_S, cancel), app.agent.toolbox
     if tools != app.mcp_tools:
         toolbox.remove(t.name for t in app.mcp_tools)
         toolbox.add(tools)
@@ -5716,10 +5672,10 @@ def refresh_tools(app, cancel: Cancel) -> None:
         app.agent.system = system_prompt(app.config.cwd, toolbox.tools, app.project_notes)
 
 
-def save_content(app, data: bytes, mime: str) -> str:
+def save_content(home: str, data: bytes, mime: str) -> str:
     """Keep what a server gave and a model can't read as text; return the file's path."""
     extension = re.sub(r".*/|[^a-z0-9]", "", mime) or "bin"
-    path = os.path.join(app.config.home, "mcp-files", f"{_digest(data)[:12]}.{extension}")
+    path = os.path.join(home, "mcp-files", f"{_digest(data)[:12]}.{extension}")
     try:
         atomic_write(path, data, 0o600)
     except OSError as e:
@@ -5728,31 +5684,28 @@ def save_content(app, data: bytes, mime: str) -> str:
 
 
 def with_resources(servers: McpServers, text: str, cancel: Cancel) -> str:
-    """Return the text followed by what it names of servers: @server:uri, @server:prompt?key=value."""
+    """Return the text and what it names of servers: @server:uri, @server:prompt?key=value."""
     parts = [text]
     for name, what in dict.fromkeys(re.findall(r"(?<!\S)@([\w.-]+):(\S*[^\s.,;!?)])", text)):
-        if name in servers.servers:
-            servers.start_all()
-            servers.wait(START_WAIT_S, cancel)
-            if re.match(r"[A-Za-z][\w+.-]*:", what):
-                found = servers.client(name).read_resource(what, cancel)
-            else:
-                prompt, _, query = what.partition("?")
-                found = [m.get("content") for m in servers.client(name).get_prompt(
-                    prompt, dict(urllib.parse.parse_qsl(query)), cancel)]
-            parts.append(f"<resource server=\"{name}\" uri=\"{what}\">\n"
-                         f"{clip(content_text(found, servers.save), MAX_RESULT_CHARS)}\n</resource>")
+        if name not in servers.servers:
+            continue
+        servers.tools(START_WAIT_S, cancel)
+        client, (prompt, _, query) = servers.find(name).ready(), what.partition("?")
+        found = client.read_resource(what, cancel) if re.match(r"[A-Za-z][\w+.-]*:", what) else [
+            message.get("content") for message in client.get_prompt(
+                prompt, dict(urllib.parse.parse_qsl(query)), cancel)]
+        shown = clip(content_text(found, servers.find(name).save), MAX_RESULT_CHARS)
+        parts.append(f'<resource server="{name}" uri="{what}">\n{shown}\n</resource>')
     return "\n\n".join(parts)
 
 
 def sample(app, server: str, params: dict) -> dict:
     """Have the current model answer what a server asks, if the person agrees."""
-    messages = []
+    save, messages = functools.partial(save_content, app.config.home), []
     for m in params.get("messages") or ():
-        content = m.get("content")
-        blocks = content if isinstance(content, list) else [content]
-        messages.append({"role": m.get("role"), "content": content_text(blocks, app.mcp.save)})
-    shown = "\n    ".join(visible(f"{m['role']}: {m['content']}").split("\n") for m in messages)
+        blocks = m["content"] if isinstance(m.get("content"), list) else [m.get("content")]
+        messages.append({"role": m.get("role"), "content": content_text(blocks, save)})
+    shown = "\n    ".join(visible(m["content"]) for m in messages)
     answer = app.ask(f"❓ The MCP server {server} asks your model:\n    {shown}\nMay it? [y/N] ",
                      app.cancel)
     if (answer or "").strip().lower() not in ("y", "yes"):
@@ -5765,18 +5718,22 @@ def sample(app, server: str, params: dict) -> dict:
             "stopReason": "endTurn"}
 
 
-def make_client(app, environ: dict, config: ServerConfig) -> McpClient:
-    """Return a client for a configured server, not connected yet."""
-    transport = HttpTransport(app.http, config.url, config.headers) if config.url else \
-        StdioTransport(list(config.argv), {**environ, **config.env}, config.cwd or app.config.cwd)
-    root = {"uri": "file://" + urllib.parse.quote(app.config.cwd), "name": "workspace"}
-
-    def ask(question):
-        return app.ask(f"🔌 {visible(config.name)}: {question}", app.cancel)
+def make_server(app, environ: dict, name: str, entry: dict) -> McpServer:
+    """Return a configured server, not started yet."""
+    client, root = None, {"uri": "file://" + urllib.parse.quote(app.config.cwd)}
     handlers = {"roots/list": lambda params: {"roots": [root]},
-                "elicitation/create": functools.partial(elicit, ask),
-                "sampling/createMessage": functools.partial(sample, app, config.name)}
-    return McpClient(transport, handlers, config.timeout_s, config.start_timeout_s)
+                "elicitation/create": functools.partial(
+                    elicit, lambda question: app.ask(f"🔌 {name}: {question}", app.cancel)),
+                "sampling/createMessage": functools.partial(sample, app, name)}
+    if "error" not in entry:
+        transport = HttpTransport(app.http, entry["url"], entry.get("headers")) if "url" in entry \
+            else StdioTransport([entry["command"], *entry.get("args", ())],
+                                {**environ, **entry.get("env", {})},
+                                entry.get("cwd", app.config.cwd))
+        client = McpClient(transport, handlers, entry.get("timeout", 60),
+                           entry.get("startTimeout", 30))
+    return McpServer(name, entry, client, functools.partial(save_content, app.config.home),
+                     app.on_event)
 
 
 def switch_trace(app, arguments: str) -> str:
@@ -6212,9 +6169,8 @@ def build(config: Config) -> App:
     toolbox.add(tools_in(CodeTools(app.index)))
     app.notices += [app.use_model(), *load_plugins(app)]
     workspace.folders.append(os.path.join(os.path.realpath(config.home), "mcp-files"))
-    app.mcp = McpServers(load_servers(app).values(),
-                         functools.partial(make_client, app, dict(os.environ)),
-                         functools.partial(save_content, app), app.on_event)
+    app.mcp = McpServers(make_server(app, dict(os.environ), name, entry)
+                         for name, entry in load_servers(app).items())
     if config.resume:
         app.notices.append(app.memory.resume(config.resume))
     return app
