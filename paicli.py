@@ -4898,8 +4898,13 @@ class McpClient:
     def __init__(self, transport, handlers: dict | None = None, timeout_s: float = 60,
                  start_timeout_s: float = 30):
         self.transport, self._is_http = transport, isinstance(transport, HttpTransport)
-        self.handlers = handlers or {}   # method -> (params) -> result: what a server may ask for
+        # method -> (params) -> result: what a server may ask for
+        self.handlers = {"ping": lambda params: {}, **(handlers or {})}
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
+        self._info = {"name": "paicli", "version": __version__}
+        kinds = {"elicitation/create": ("elicitation", {"form": {}, "url": {}}),
+                 "sampling/createMessage": ("sampling", {}), "roots/list": ("roots", {})}
+        self._abilities = dict(kinds[method] for method in handlers or ())
         self.peer, self.version = None, ""
         self.capabilities, self.server_info, self.instructions = {}, {}, ""
         self.on_notification = lambda method, params: None
@@ -4912,12 +4917,14 @@ class McpClient:
         if self.version in LEGACY or not self._discover(cancel):
             if self.peer.closed:         # some servers end when they are asked for what is new
                 self._open()
-            self._initialize(cancel)
+            try:
+                self._initialize(cancel)
+            except McpError as e:        # was it too slow for the question, rather than too old?
+                if e.code in ("silent", "closed") or not self._discover(cancel):
+                    raise
         if self.version == MODERN and (self.capabilities.get("tools") or {}).get("listChanged"):
             wanted = {"notifications": {"toolsListChanged": True}}
             Job("mcp-listen", self._request, "subscriptions/listen", wanted, self._closing, None)
-        elif self._is_http:
-            Job("mcp-listen", self.transport.listen)
 
     def _open(self):
         self.peer = Peer(self.transport)
@@ -4925,59 +4932,46 @@ class McpClient:
 
     def _discover(self, cancel):
         """True if the server speaks the modern protocol."""
-        self.version, supported = MODERN, ()
-        for _ in range(2):               # one that is asked for a version may want it asked again
+        self.version, timeout_s = MODERN, min(PROBE_TIMEOUT_S, self.start_timeout_s)
+        for _ in range(2):               # some refuse a version and list it
             try:
-                found = self._request("server/discover", {}, cancel,
-                                      min(PROBE_TIMEOUT_S, self.start_timeout_s))
+                found = self._request("server/discover", {}, cancel, timeout_s)
+                supported = found.get("supportedVersions") or ()      # some answer anything
+                if MODERN in supported:
+                    self.peer.on_request = None           # a response may not be sent
+                    self._learn(found, MODERN)
+                    return True
             except (McpError, HttpError) as e:
                 if getattr(e, "status", 404) in (0, 401, 403):
                     raise                # it can't be reached, or not by us
                 data = getattr(e, "data", None)
-                supported = (data if isinstance(data, dict) else {}).get("supported") or ()
-                if MODERN in supported:
-                    continue
+                supported = isinstance(data, dict) and data.get("supported") or ()
+            if MODERN not in supported:
                 break
-            if not isinstance(found.get("supportedVersions"), list):
-                break                    # some answer whatever they are asked
-            self._learn(found, found["supportedVersions"])
-            if self.version == MODERN:
-                self.peer.on_request = None               # a response may not be sent
-                return True
-            break
-        self.version = max(set(LEGACY) & set(supported), default=LEGACY[-1])
+        self.version = max((v for v in LEGACY if v in supported), default=LEGACY[-1])
         return False
 
     def _initialize(self, cancel):
         self.transport.version = ""      # nor is there a session now
-        asked = {"protocolVersion": self.version, "clientInfo": self._info(),
-                 "capabilities": self._capabilities()}
-        found = self._send("initialize", asked, cancel, self.start_timeout_s)
-        self._learn(found, [found.get("protocolVersion")])
-        self.transport.version = self.version
+        found = self._send("initialize", {
+            "protocolVersion": self.version, "clientInfo": self._info,
+            "capabilities": self._abilities}, cancel, self.start_timeout_s)
+        version = found.get("protocolVersion")
+        if version not in LEGACY:
+            raise McpError(f"the server speaks version {version!r}, which is not known here")
+        self._learn(found, version)
+        self.transport.version = version
         self.peer.notify("notifications/initialized")
+        if self._is_http:
+            Job("mcp-listen", self.transport.listen)
 
-    def _learn(self, found, versions):
-        known = [v for v in (MODERN, *reversed(LEGACY)) if v in versions]
-        if not known:
-            raise McpError(f"the server speaks {versions}, none of which is known here")
+    def _learn(self, found, version):
         about = found.get("_meta") or {}
-        self.version, self.capabilities = known[0], found.get("capabilities") or {}
+        self.version, self.capabilities = version, found.get("capabilities") or {}
         self.server_info = found.get("serverInfo") or about.get(META + "serverInfo") or {}
         self.instructions = str(found.get("instructions") or "")
 
-    def _info(self):
-        return {"name": "paicli", "version": __version__}
-
-    def _capabilities(self):
-        kinds = {"elicitation/create": ("elicitation", {"form": {}, "url": {}}),
-                 "sampling/createMessage": ("sampling", {}), "roots/list": ("roots", {})}
-        return dict(kinds[method] for method in self.handlers)
-
     def _serve(self, method, params):
-        """Answer what the server asks."""
-        if method == "ping":
-            return {}
         return self.handlers.get(method, functools.partial(refuse_request, method))(params)
 
     def _on_notification(self, method, params):
@@ -4990,8 +4984,8 @@ class McpClient:
         if self.version == MODERN:
             params = {**params, "_meta": {**params.get("_meta", {}),
                                           META + "protocolVersion": MODERN,
-                                          META + "clientInfo": self._info(),
-                                          META + "clientCapabilities": self._capabilities()}}
+                                          META + "clientInfo": self._info,
+                                          META + "clientCapabilities": self._abilities}}
         timeout_s = self.timeout_s if timeout_s == 0 else timeout_s
         for n_left in (3, 2, 1, 0):
             try:
@@ -5013,16 +5007,18 @@ class McpClient:
                 return result
             if kind != "input_required":
                 raise McpError(f"a result of type {kind!r} is not known here")
-            wanted = result.get("inputRequests") or {}
-            answers = {"inputResponses": {key: self._serve(r["method"], r.get("params") or {})
-                                          for key, r in wanted.items()}} if wanted else {}
-            if "requestState" in result:
-                answers["requestState"] = result["requestState"]
+            answers = {k: v for k, v in result.items() if k == "requestState"}
+            if result.get("inputRequests"):
+                answers["inputResponses"] = {
+                    key: self._serve(asked["method"], asked.get("params") or {})
+                    for key, asked in result["inputRequests"].items()}
         raise McpError(f"the server asked back {MAX_INPUT_ROUNDS} times")
 
     def _list(self, kind, key, cancel=None):
-        """-> all items of a list, whatever its pages."""
+        """-> all items of a list, whatever its pages; none of what the server does not have."""
         items, cursors, params = [], set(), {}
+        if key != "tools" and kind.split("/")[0] not in self.capabilities:
+            return []
         while len(cursors) < MAX_PAGES:
             page = self._request(kind, params, cancel)
             items += [item for item in page.get(key) or () if isinstance(item, dict)]
@@ -5051,18 +5047,10 @@ class McpClient:
     def call_tool(self, name: str, arguments: dict, cancel: Cancel | None = None) -> dict:
         """Return what a tool gives: {"content": [...], "isError": ...}.  Raises McpError."""
         params = {"name": name, "arguments": arguments, "_meta": {}}
-        try:
-            return self._request("tools/call", params, cancel)
-        except McpError as e:
-            if e.code != -32020:         # the headers do not fit any more
-                raise
-            self.list_tools(cancel)
-            return self._request("tools/call", params, cancel)
+        return self._request("tools/call", params, cancel)
 
     def list_resources(self, cancel: Cancel | None = None) -> list[dict]:
         """Return the resources, then the templates: {"uri" or "uriTemplate", "name", ...}."""
-        if "resources" not in self.capabilities:
-            return []
         found = self._list("resources/list", "resources", cancel)
         with contextlib.suppress(McpError):               # not every server knows of templates
             found += self._list("resources/templates/list", "resourceTemplates", cancel)
@@ -5074,8 +5062,7 @@ class McpClient:
 
     def list_prompts(self, cancel: Cancel | None = None) -> list[dict]:
         """Return the prompts: {"name", "description", "arguments": [{"name", "required"}]}."""
-        return self._list("prompts/list", "prompts", cancel) \
-            if "prompts" in self.capabilities else []
+        return self._list("prompts/list", "prompts", cancel)
 
     def get_prompt(self, name: str, arguments: dict, cancel: Cancel | None = None) -> list[dict]:
         """Return a prompt's messages: [{"role", "content": {"type": "text", "text"}}]."""
@@ -5180,11 +5167,10 @@ def elicit(ask: Callable[[str], str | None], params: dict) -> dict:
     """
     said = visible(str(params.get("message") or ""))
     if params.get("mode") == "url":
-        answer = ask(f"❓ {said}\nOpen {visible(str(params.get('url')))} in a browser.  Done? [y/N] ")
-        return {"action": "accept" if (answer or "").strip().lower() == "y" else "decline"}
+        said += f"\nOpen {visible(str(params.get('url')))} in a browser"
     schema = params.get("requestedSchema") or {}
     fields = schema.get("properties") or {}
-    answer = ask(f"❓ {said}\nIt asks for {', '.join(fields) or 'a yes'}.  Answer it? [y/N] ")
+    answer = ask(f"❓ {said}\nYes, and tell it {', '.join(fields) or 'so'}? [y/N] ")
     if (answer or "").strip().lower() not in ("y", "yes"):
         return {"action": "decline"}
     content = {}

@@ -2709,7 +2709,7 @@ class TestMcp(Case):
         with unittest.mock.patch.object(paicli, "PROBE_TIMEOUT_S", 0.5):
             self.assertEqual(("2025-11-25", 1), (self.client("mute").version, self.n_starts()))
         self.assertEqual(("2025-11-25", 3), (self.client("fragile").version, self.n_starts()))
-        self.raises(paicli.McpError, "the server speaks .'1999-01-01'.", self.client, "old")
+        self.raises(paicli.McpError, "the server speaks version '1999-01-01'", self.client, "old")
 
     def test_a_result_of_an_unknown_type_and_a_server_that_only_asks_back(self):
         client = paicli.McpClient(Wire(lambda wire, m: wire.result(m["id"], resultType="task" if m["params"].get("name") == "t" else "input_required")))
