@@ -108,9 +108,9 @@ class HttpError(PaiError):
     """A request failed.  `status` is 0 when there was no answer at all."""
 
     def __init__(self, status: int, body: str, host: str = "", retry_after_s: float | None = None,
-                 challenge: str = ""):
+                 headers=None):
         self.status, self.body, self.host, self.retry_after_s = status, body, host, retry_after_s
-        self.challenge = challenge       # WWW-Authenticate: how to log in
+        self.headers = headers           # of the reply, if there was one
         said = one_line(body) or "(empty answer)"
         super().__init__(f"{host}: {said}" if not status else f"HTTP {status} from {host}: {said}")
 
@@ -524,7 +524,8 @@ class HttpReply:
 
     def read(self, max_bytes: int = 64 << 20) -> bytes:
         """Return the body, at most `max_bytes` of it."""
-        data = self._reply.read(max_bytes)
+        size = self._reply.length        # Python 3.9 makes room for all it is asked to read
+        data = self._reply.read(max_bytes if size is None else min(size, max_bytes))
         if len(data) < max_bytes and self._reply.length:  # http.client keeps quiet about this
             raise http.client.IncompleteRead(data, self._reply.length)
         return data
@@ -666,8 +667,8 @@ class Http:
 
     def json(self, method: str, url: str, payload=None, headers: dict | None = None,
              cancel: Cancel | None = None, timeout_s: float = READ_TIMEOUT_S):
-        """Send `payload` as JSON and return the reply's JSON.  Raises HttpError."""
-        body = None if payload is None else json_bytes(payload)
+        """Send `payload` as JSON (bytes as they are); return the reply's.  Raises HttpError."""
+        body = payload if payload is None or isinstance(payload, bytes) else json_bytes(payload)
         kind = {"Content-Type": "application/json", "Accept": "application/json"}
         with self.open(method, url, body, {**kind, **(headers or {})}, cancel, timeout_s) as reply:
             return reply.json()
@@ -699,7 +700,7 @@ def _refusal(reply, host):
         text = f"moved to {reply.headers.get('Location')}: correct the URL"
     after = reply.headers.get("Retry-After", "")
     return HttpError(reply.status, text, host, float(after) if after.isdecimal() else None,
-                     ", ".join(reply.headers.get_all("WWW-Authenticate", ())))
+                     reply.headers)
 
 
 def _why(error, url, proxy):
@@ -4729,7 +4730,7 @@ class HttpTransport:
             return True
         status = getattr(error, "status", 0)
         return bool(self.auth and status in (401, 403) and self.auth.on_refusal(
-            self.url, status, error.challenge, cancel))
+            self.url, status, ", ".join(error.headers.get_all("WWW-Authenticate", ())), cancel))
 
     def _has_lost_session(self, error):
         status, body = getattr(error, "status", 0), getattr(error, "body", "")
@@ -4802,7 +4803,7 @@ class HttpTransport:
         headers = {"Content-Type": "application/json", **self.headers,
                    "Accept": "application/json, text/event-stream"}
         if self.auth:
-            headers["Authorization"] = self.auth.header(self.url)
+            headers["Authorization"] = self.auth.header(self.url) or None
         if version:                      # modern: proxies on the way want to read these
             name = params.get("name", params.get("uri"))
             headers.update({"MCP-Protocol-Version": version, "Mcp-Method": message["method"]})
@@ -4905,8 +4906,7 @@ class McpClient:
         kinds = {"elicitation/create": ("elicitation", {"form": {}, "url": {}}),
                  "sampling/createMessage": ("sampling", {}), "roots/list": ("roots", {})}
         self._abilities = dict(kinds[method] for method in handlers or ())
-        self.peer, self.version = None, ""
-        self.capabilities, self.server_info, self.instructions = {}, {}, ""
+        self.peer, self.version, self.capabilities = None, "", {}
         self.on_notification = lambda method, params: None
         self._closing = Cancel()
 
@@ -4922,7 +4922,7 @@ class McpClient:
             except McpError as e:        # was it too slow for the question, rather than too old?
                 if e.code in ("silent", "closed") or not self._discover(cancel):
                     raise
-        if self.version == MODERN and (self.capabilities.get("tools") or {}).get("listChanged"):
+        if self.version == MODERN and _get(self.capabilities.get("tools"), "listChanged", bool):
             wanted = {"notifications": {"toolsListChanged": True}}
             Job("mcp-listen", self._request, "subscriptions/listen", wanted, self._closing, None)
 
@@ -4939,13 +4939,12 @@ class McpClient:
                 supported = found.get("supportedVersions") or ()      # some answer anything
                 if MODERN in supported:
                     self.peer.on_request = None           # a response may not be sent
-                    self._learn(found, MODERN)
+                    self.capabilities = found.get("capabilities") or {}
                     return True
             except (McpError, HttpError) as e:
                 if getattr(e, "status", 404) in (0, 401, 403):
                     raise                # it can't be reached, or not by us
-                data = getattr(e, "data", None)
-                supported = isinstance(data, dict) and data.get("supported") or ()
+                supported = _get(getattr(e, "data", None), "supported", list) or ()
             if MODERN not in supported:
                 break
         self.version = max((v for v in LEGACY if v in supported), default=LEGACY[-1])
@@ -4956,20 +4955,13 @@ class McpClient:
         found = self._send("initialize", {
             "protocolVersion": self.version, "clientInfo": self._info,
             "capabilities": self._abilities}, cancel, self.start_timeout_s)
-        version = found.get("protocolVersion")
+        version, self.capabilities = found.get("protocolVersion"), found.get("capabilities") or {}
         if version not in LEGACY:
             raise McpError(f"the server speaks version {version!r}, which is not known here")
-        self._learn(found, version)
-        self.transport.version = version
+        self.version = self.transport.version = version
         self.peer.notify("notifications/initialized")
         if self._is_http:
             Job("mcp-listen", self.transport.listen)
-
-    def _learn(self, found, version):
-        about = found.get("_meta") or {}
-        self.version, self.capabilities = version, found.get("capabilities") or {}
-        self.server_info = found.get("serverInfo") or about.get(META + "serverInfo") or {}
-        self.instructions = str(found.get("instructions") or "")
 
     def _serve(self, method, params):
         return self.handlers.get(method, functools.partial(refuse_request, method))(params)
@@ -5022,8 +5014,8 @@ class McpClient:
         while len(cursors) < MAX_PAGES:
             page = self._request(kind, params, cancel)
             items += [item for item in page.get(key) or () if isinstance(item, dict)]
-            cursor = page.get("nextCursor")               # "" is one, too
-            if not isinstance(cursor, str) or cursor in cursors:
+            cursor = _get(page, "nextCursor", str)        # "" is one, too
+            if cursor is None or cursor in cursors:
                 break
             cursors.add(cursor)
             params = {"cursor": cursor}
@@ -5129,21 +5121,17 @@ def _cleaned(schema):
 def content_text(blocks: list, save: Callable[[bytes, str], str]) -> str:
     """Return content blocks as text for the model; save(data, MIME type) -> path of what is none.
 
-    [{"type": "text", "text": "hi"}, {"type": "image", ...}] -> "hi\\n[image image/png, 9 KB: PATH]"
+    [{"type": "text", "text": "hi"}, {"type": "image", ...}] -> "hi\\n[image/png, 9 KB: PATH]"
     """
     lines = []
-    for block in filter(lambda b: isinstance(b, dict), blocks):
-        kind, inner = block.get("type"), block.get("resource") or block
-        data, mime = inner.get("data") or inner.get("blob"), inner.get("mimeType") or ""
-        if isinstance(inner.get("text"), str):
-            lines.append(inner["text"])
-        elif isinstance(data, str):
+    for block in blocks:
+        inner = _get(block, "resource", dict) or block
+        data, text = _get(inner, "data", str) or _get(inner, "blob", str), _get(inner, "text", str)
+        if data:
             raw = base64.b64decode(data + "==")           # too much padding does no harm
-            lines.append(f"[{kind or 'resource'} {mime}, {len(raw) // 1024} KB: {save(raw, mime)}]")
-        elif kind == "resource_link":
-            lines.append(f"[resource {inner.get('uri')}: {inner.get('name') or ''}]")
-        else:
-            lines.append(f"[content of type {kind}: {_shown(block)}]")
+            mime = _get(inner, "mimeType", str) or "data"
+            text = f"[{mime}, {len(raw) // 1024} KB: {save(raw, mime)}]"
+        lines.append(text or f"[{_shown(block)}]")        # a link, or what nobody knows
     return "\n".join(lines)
 
 
@@ -5165,37 +5153,35 @@ def elicit(ask: Callable[[str], str | None], params: dict) -> dict:
 
     Enter takes a field's default; nobody there, or no, declines.
     """
-    said = visible(str(params.get("message") or ""))
+    said, schema = str(params.get("message") or ""), params.get("requestedSchema") or {}
     if params.get("mode") == "url":
-        said += f"\nOpen {visible(str(params.get('url')))} in a browser"
-    schema = params.get("requestedSchema") or {}
-    fields = schema.get("properties") or {}
-    answer = ask(f"❓ {said}\nYes, and tell it {', '.join(fields) or 'so'}? [y/N] ")
+        said += f"\nOpen {params.get('url')} in a browser"
+    fields, content = schema.get("properties") or {}, {}
+    answer = ask(f"❓ {visible(said)}\nYes, and tell it {', '.join(fields) or 'so'}? [y/N] ")
     if (answer or "").strip().lower() not in ("y", "yes"):
         return {"action": "decline"}
-    content = {}
     for name, field in fields.items():
-        while True:
+        while name not in content:
             answer = ask(f"{visible(name)} {_shown(field)}: ")
             if answer is None:
                 return {"action": "cancel"}
-            content[name] = answer.strip() or field.get("default")
-            with contextlib.suppress(ToolError):          # else it does not fit: asked again
-                content = _check_object({**schema, "required": ()}, content, "")
-                if name in content or name not in (schema.get("required") or ()):
-                    break
+            value = answer.strip() or field.get("default")
+            if value is None and name not in (schema.get("required") or ()):
+                break
+            with contextlib.suppress(ToolError):          # it does not fit: asked again
+                content[name] = check_value(field, value, name)
     return {"action": "accept", "content": content}
 
 
 # ---- configuration
 
 # What an entry of mcp.json must look like; every text in it may hold ${VAR} and ${VAR:-default}.
-_NUMBER, _TEXTS = {"type": "number"}, {"type": "array", "items": _TEXT}
+_TEXTS = {"type": "array", "items": _TEXT}
 _SERVER = {**_OBJECT, "properties": {
     "type": {"enum": ["stdio", "http", "streamable-http", "streamableHttp"]},
     "command": _TEXT, "args": _TEXTS, "env": _OBJECT, "cwd": _TEXT, "url": _TEXT,
-    "headers": _OBJECT, "timeout": _NUMBER, "startTimeout": _NUMBER, "autoApprove": _TEXTS,
-    "disabled": {"type": "boolean"}}}
+    "headers": _OBJECT, "oauth": _OBJECT, "disabled": {"type": "boolean"},
+    "timeout": {"type": "number"}, "startTimeout": {"type": "number"}, "autoApprove": _TEXTS}}
 
 
 def read_servers(source: bytes, variables: dict, is_own: bool) -> dict[str, dict]:
@@ -5337,12 +5323,9 @@ class McpServer:
         mark = {"ready": "●", "error": "✗", "disabled": "○"}.get(self.state, "…")
         parts = [f"{mark} {self.name:16} {self.state}", "http" if "url" in self.entry else "stdio"]
         if self.state == "ready":
-            parts += [f"{len(self.tools)} tools", f"{time.monotonic() - self.since:.0f} s"]
-            if self.client.peer.closed:
-                parts.append("starts again when it is needed: " + self.client.peer.closed)
-            elif "command" in self.entry:
-                parts.append(f"PID {self.client.transport.popen.pid}")
-            parts.append(self.client.version)
+            popen = getattr(self.client.transport, "popen", None)
+            parts += [f"{len(self.tools)} tools", f"{time.monotonic() - self.since:.0f} s",
+                      popen and f"PID {popen.pid}", self.client.version, self.client.peer.closed]
         return " | ".join(filter(None, [*parts, self.error]))
 
 
@@ -5385,13 +5368,13 @@ class McpServers:
         return "\n".join(s.status() for s in self.servers.values())
 
     def disable(self, name: str) -> str:
-        """Stop a server, return how it is."""
+        """Stop a server; return how it is."""
         self.find(name).stop()
         return self.find(name).status()
 
     def enable(self, name: str) -> str:
         """Start a server, anew if it runs; return how it is."""
-        self.disable(name)
+        self.find(name).stop()
         self.find(name).start()
         return self.find(name).status()
 
