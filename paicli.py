@@ -4617,8 +4617,25 @@ def _result(answer):
 
 LOG_LINES = 200
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_DEPTH = 200                          # of a JSON value; Python's parser fails at some thousand
 CLOSE_WAIT_S = 1.0                       # for a server to end once its stdin is closed
 META = "io.modelcontextprotocol/"        # what the keys of a modern request's _meta begin with
+
+
+def parse_message(text: str):
+    """Return the JSON value of a text, None for noise; what is nested over MAX_DEPTH is null."""
+    found = _json(text)
+    if found is not None or not text.startswith("{"):
+        return found
+    kept, depth, start = [], 0, 0
+    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[][{}]', text):
+        depth += token[0] in ("[", "{")
+        if depth == MAX_DEPTH and token[0] in ("[", "{"):
+            kept.append(text[start:token.start()] + "null")
+        elif depth == MAX_DEPTH and token[0] in ("]", "}"):
+            start = token.end()
+        depth -= token[0] in ("]", "}")
+    return _json("".join(kept) + text[start:])
 
 
 class StdioTransport:
@@ -4671,7 +4688,7 @@ class StdioTransport:
                 if len(line) == MAX_MESSAGE_BYTES:
                     self.log.append("a line without an end")
                     break
-                message = _json(line.decode("utf-8-sig", "replace"))
+                message = parse_message(line.decode("utf-8-sig", "replace"))
                 if isinstance(message, (dict, list)):
                     on_message(message)
                 else:
@@ -4776,12 +4793,12 @@ class HttpTransport:
                 self._session = reply.headers.get("Mcp-Session-Id", "")
             kind = reply.headers.get_content_type()
             if kind == "application/json" and "method" in message:
-                found = reply.json()
+                found = parse_message(reply.read().decode("utf-8", "replace"))
                 return found if isinstance(found, dict) else None
             if kind != "text/event-stream" and method == "GET":
                 raise McpError("there is no stream")
             for _, data in reply.events(marks) if kind == "text/event-stream" else ():
-                found = _json(data)
+                found = parse_message(data)
                 if isinstance(found, dict) and "method" not in found and str(
                         found.get("id")) == str(message.get("id", "")):
                     return found         # Http reads on, to keep the connection
@@ -5243,15 +5260,15 @@ class McpServer:
         if client:
             client.on_notification = self._on_notification
 
-    def start(self) -> None:
+    def start(self, cancel: Cancel | None = None) -> None:
         """Start it and learn its tools; `state` is ready then, or error."""
         with self._lock:
             self.state, self.since = "starting", time.monotonic()
             try:
                 if not self.client:
                     raise ConfigError(self.error)
-                self.client.connect()
-                self.tools = self._list_tools()
+                self.client.connect(cancel)
+                self.tools = self._list_tools(cancel)
                 self.state, self.error = "ready", ""
             except PaiError as e:
                 self.stop("error", str(e))
@@ -5263,7 +5280,7 @@ class McpServer:
                 self.client.close()
             self.state, self.error, self.tools = state, error, []
 
-    def ready(self) -> McpClient:
+    def ready(self, cancel: Cancel | None = None) -> McpClient:
         """Return the client, connected; if the server has died it is started again.
 
         Raises McpError.  From one death to the next the pause gets longer.
@@ -5273,7 +5290,7 @@ class McpServer:
                 if time.monotonic() < self.since + 2 ** self._n_deaths - 1:
                     raise McpError(f"{self.client.peer.closed}; it will be started again soon")
                 self._n_deaths = min(self._n_deaths + 1, 6)
-                self.start()
+                self.start(cancel)
             if self.state != "ready":
                 raise McpError(f"the server {self.name} is not ready ({self.state}) {self.error}")
             return self.client
@@ -5285,15 +5302,15 @@ class McpServer:
             text = f"🔌 {self.name}: {params.get('progress')} {params.get('message') or ''}"
             self._on_event({"type": "wait", "text": text})
 
-    def refresh(self) -> None:
+    def refresh(self, cancel: Cancel) -> None:
         """Ask for the tools again if they have changed."""
         with contextlib.suppress(PaiError), self._lock:
             if self.state == "ready" and self._is_stale:
-                self.tools = self._list_tools()
+                self.tools = self._list_tools(cancel)
 
-    def _list_tools(self):
+    def _list_tools(self, cancel):
         self._is_stale, tools = False, {}
-        for t in self.client.list_tools():
+        for t in self.client.list_tools(cancel):
             with contextlib.suppress(RecursionError):     # of a schema that nobody could read
                 text = t.get("description") or t.get("title") or ""
                 tools[t["name"]] = Tool("", clip(str(text), 4000), clean_schema(
@@ -5305,18 +5322,18 @@ class McpServer:
                 for name, t in tools.items()]
 
     def _call(self, name, arguments, cancel):
-        return result_text(self.ready().call_tool(name, arguments, cancel), self.save)
+        return result_text(self.ready(cancel).call_tool(name, arguments, cancel), self.save)
 
     @tool(3)
     def list_resources(self, cancel: Cancel | None = None) -> str:
         """List the resources of this server: their URIs, or templates of them, and names."""
         return "\n".join(f"{r.get('uri') or r.get('uriTemplate')}  {r.get('name', '')}"
-                         for r in self.ready().list_resources(cancel))
+                         for r in self.ready(cancel).list_resources(cancel))
 
     @tool(3)
     def read_resource(self, uri: str, cancel: Cancel | None = None) -> str:
         """Read a resource of this server."""
-        return content_text(self.ready().read_resource(uri, cancel), self.save)
+        return content_text(self.ready(cancel).read_resource(uri, cancel), self.save)
 
     def status(self) -> str:
         """Return a line: ● git  ready | stdio | 12 tools | 3m | PID 12345 | 2026-07-28."""
@@ -5354,7 +5371,7 @@ class McpServers:
             with contextlib.suppress(TimeoutError):
                 job.wait(cancel, max(0, latest - time.monotonic()))
         for server in self.servers.values():
-            server.refresh()
+            server.refresh(cancel)
         return [t for server in self.servers.values() for t in server.tools]
 
     def find(self, name: str) -> McpServer:

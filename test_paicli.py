@@ -2436,6 +2436,13 @@ out.write(b'{"long": "' + b'x' * (1 << 20) + b'"}\n{"cut": ')
         self.assertEqual(1 << 20, len(self.got[3]["long"]))
         self.assertEqual(["stdout: Server version 1.2", "stdout: 42", "stdout: ", 'stdout: {"cut":'], list(wire.log))
 
+    def test_what_is_nested_too_deep_is_left_out(self):
+        deep = '{"a": {"b": [' + '{"x": ["]", ' * 5000 + "1" + "]}" * 5000 + '], "c": 1}, "d": [2]}'
+        found = paicli.parse_message(deep)
+        self.assertEqual((1, [2]), (found["a"].pop("c"), found.pop("d")))
+        self.assertLess(len(json.dumps(found)), 2000)
+        self.assertEqual([None, None, 5], [paicli.parse_message(text) for text in ("hi", '{"a": ', "5")])
+
     def test_stderr_is_drained_and_its_end_is_kept(self):
         wire = self.stdio('''
 sys.stderr.write("x" * 255 + "\\n" + "line\\n" * 50000 + "Error: missing API key\\n")
