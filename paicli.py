@@ -4738,7 +4738,8 @@ class HttpTransport:
         if "id" in message and "method" in message:
             Job("mcp-http", self._exchange, message, cancel)
         elif self.version or message.get("method") != "notifications/cancelled":
-            self._post(message, {}, cancel, 10)           # modern: letting go of it says enough
+            # In the modern protocol a request is cancelled by letting go of it.
+            self._receive("POST", message, {}, cancel, 10)
 
     def recover(self, error: PaiError, cancel: Cancel) -> bool:
         """Return whether to send again: after initialize if `version` is "", with a new token."""
@@ -4758,51 +4759,49 @@ class HttpTransport:
         """Send a request and hand on what comes for it, the answer last."""
         marks = {}                       # where the stream can be gone on with, if it ends early
         try:
-            answer = self._post(message, marks, cancel, READ_TIMEOUT_S)
+            answer = self._receive("POST", message, marks, cancel)
             while answer is None and "id" in marks and self.version:
                 wait_ms = marks.get("retry", "")
                 cancel.sleep(int(wait_ms) / 1000 if wait_ms.isdecimal() else 1)
-                answer = self._receive("GET", message, marks, cancel, READ_TIMEOUT_S)
+                answer = self._receive("GET", message, marks, cancel)
             if answer is None:
                 raise McpError("the answer broke off", "closed")
         except PaiError as e:
-            answer = {"error": e}
+            body = parse_message(getattr(e, "body", ""))  # an error in it says more than the status
+            is_more = _get(body, "error", dict) and e.status not in (401, 403)
+            answer = body if is_more and not self._has_lost_session(e) else {"error": e}
         self._on_message({"jsonrpc": "2.0", **answer, "id": message["id"]})
 
-    def _post(self, message, marks, cancel, timeout_s):
-        try:
-            return self._receive("POST", message, marks, cancel, timeout_s)
-        except HttpError as e:
-            if not e.status and "id" in marks:            # it broke off, as streams may
-                return None
-            body = _json(e.body)       # a JSON-RPC error says more than the status
-            is_answer = isinstance(body, dict) and isinstance(body.get("error"), dict)
-            if is_answer and e.status not in (401, 403) and not self._has_lost_session(e):
-                return body
-            raise
-
-    def _receive(self, method, message, marks, cancel, timeout_s):
+    def _receive(self, method, message, marks, cancel, timeout_s=READ_TIMEOUT_S):
         """-> the answer to a message, or None if the reply ends without one."""
         body, headers = None, self._headers(message)
         if method == "POST":
             body = json_bytes(message)
         elif "id" in marks:
             headers["Last-Event-ID"] = marks["id"]
-        with self.http.open(method, self.url, body, headers, cancel, timeout_s) as reply:
-            if message.get("method") == "initialize":
-                self._session = reply.headers.get("Mcp-Session-Id", "")
-            kind = reply.headers.get_content_type()
-            if kind == "application/json" and "method" in message:
-                found = parse_message(reply.read().decode("utf-8", "replace"))
-                return found if isinstance(found, dict) else None
-            if kind != "text/event-stream" and method == "GET":
-                raise McpError("there is no stream")
-            for _, data in reply.events(marks) if kind == "text/event-stream" else ():
-                found = parse_message(data)
-                if isinstance(found, dict) and "method" not in found and str(
-                        found.get("id")) == str(message.get("id", "")):
-                    return found         # Http reads on, to keep the connection
-                self._on_message(found)
+        try:
+            with self.http.open(method, self.url, body, headers, cancel, timeout_s) as reply:
+                return self._read(method, message, marks, reply)
+        except HttpError as e:
+            if e.status or "id" not in marks:
+                raise
+            return None                  # it broke off, as streams may
+
+    def _read(self, method, message, marks, reply):
+        if message.get("method") == "initialize":
+            self._session = reply.headers.get("Mcp-Session-Id", "")
+        kind = reply.headers.get_content_type()
+        if kind == "application/json" and "method" in message:
+            found = parse_message(reply.read().decode("utf-8", "replace"))
+            return found if isinstance(found, dict) else None
+        if kind != "text/event-stream" and method == "GET":
+            raise McpError("there is no stream")
+        for _, data in reply.events(marks) if kind == "text/event-stream" else ():
+            found = parse_message(data)
+            if isinstance(found, dict) and "method" not in found and str(
+                    found.get("id")) == str(message.get("id", "")):
+                return found             # Http reads on, to keep the connection
+            self._on_message(found)
         return None
 
     def listen(self) -> None:
