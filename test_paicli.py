@@ -2285,6 +2285,11 @@ class TestMemory(Case):
 
 # ---- 18 --------------------------------------------------------------------------------------------
 
+def home_of(kind):
+    """The module a class is looked up in: paicli, or the exercise that is swapped in."""
+    return sys.modules[kind.__module__]
+
+
 class Wire:
     """A transport without a server: keeps what is sent; `answer` may react to it."""
 
@@ -2368,7 +2373,7 @@ class TestJsonRpc(Case):
         self.wire.result(id_, ok=True)
         self.assertEqual({"ok": True}, job.wait(timeout_s=10))
         free.set()
-        with unittest.mock.patch.object(paicli, "MAX_RENEWALS", 0):
+        with unittest.mock.patch.object(home_of(paicli.Peer), "MAX_RENEWALS", 0):
             self.wire.answer = lambda wire, m: "id" in m and peer.renew(m["id"])
             self.raises(paicli.McpError, "no answer", peer.request, "m", {}, 0.01)
 
@@ -2451,7 +2456,7 @@ sys.exit(3)''')
         self.assertEqual(paicli.LOG_LINES, len(wire.log))
 
     def test_an_endless_line_and_a_killed_server_end_it(self):
-        with unittest.mock.patch.object(paicli, "MAX_MESSAGE_BYTES", 1000):
+        with unittest.mock.patch.object(home_of(paicli.StdioTransport), "MAX_MESSAGE_BYTES", 1000):
             wire = self.stdio("out.write(b'x' * 5000); out.flush(); sys.stdin.read()")
             self.assertRegex(self.ends.get(timeout=30), "a line without an end")
             self.assertTrue(wait_for(lambda: not paicli.has_group(wire.popen)))
@@ -2471,7 +2476,7 @@ import signal; signal.signal(15, signal.SIG_IGN); signal.pause()''')
         self.assertTrue(wait_for(lambda: self.got))
         for _ in range(1000):            # it does not read: that may block nobody
             wire.send({"x": "y" * 1000}, paicli.Cancel())
-        with unittest.mock.patch.multiple(paicli, CLOSE_WAIT_S=0.05, GRACE_S=0.2):
+        with unittest.mock.patch.object(home_of(paicli.StdioTransport), "CLOSE_WAIT_S", 0.05):
             wire.close()
         self.assertEqual([], sleepers(86123))
         self.assertEqual(-9, wire.popen.returncode)
@@ -2713,7 +2718,7 @@ class TestMcp(Case):
         self.raises(paicli.HttpError, "403", paicli.McpClient(paicli.HttpTransport(self.http(), http.url)).connect)
 
     def test_what_does_not_know_the_probe_is_initialized(self):
-        with unittest.mock.patch.object(paicli, "PROBE_TIMEOUT_S", 0.5):
+        with unittest.mock.patch.object(home_of(paicli.McpClient), "PROBE_TIMEOUT_S", 0.5):
             self.assertEqual(("2025-11-25", 1), (self.client("mute").version, self.n_starts()))
         self.assertEqual(("2025-11-25", 3), (self.client("fragile").version, self.n_starts()))
         self.raises(paicli.McpError, "the server speaks version '1999-01-01'", self.client, "old")
