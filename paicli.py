@@ -4682,7 +4682,7 @@ class StdioTransport:
         """Have a message written; this never waits, whether the server reads or not."""
         self._outbox.put(json_bytes(message) + b"\n")
 
-    def recover(self, error: PaiError, cancel: Cancel) -> bool:
+    def recover(self, error: PaiError, cancel: Cancel | None) -> bool:
         """Return whether to send again after this error: never, a pipe can't be mended."""
         return False
 
@@ -4756,7 +4756,7 @@ class HttpTransport:
             # In the modern protocol a request is cancelled by letting go of it.
             self._receive("POST", message, {}, cancel, 10)
 
-    def recover(self, error: PaiError, cancel: Cancel) -> bool:
+    def recover(self, error: PaiError, cancel: Cancel | None) -> bool:
         """Return whether to send again: after initialize if `version` is "", with a new token."""
         if self._has_lost_session(error):
             self.version = ""
@@ -4953,8 +4953,8 @@ def _endpoint(issuer, name):
 class OAuth:
     """The tokens of all MCP servers: sent with requests, renewed when a server refuses one."""
 
-    def __init__(self, http: Http, path: str, settings: dict, authorize: Callable | None):
-        self.settings = settings         # URL -> "oauth" of that server in mcp.json
+    def __init__(self, http: Http, path: str, authorize: Callable[[str, Cancel], dict]):
+        self.settings = {}               # URL -> "oauth" of that server in mcp.json
         self.authorize = authorize       # (page, cancel) -> parameters of the URL it leads to
         self._http, self._path = http, path
         self._renewing = collections.defaultdict(threading.Lock)         # URL -> its lock
@@ -4967,13 +4967,18 @@ class OAuth:
         token = self._records.get(url, {}).get("token")
         return token and "Bearer " + token["access_token"]
 
-    def on_refusal(self, url: str, status: int, www_authenticate: str, cancel: Cancel) -> bool:
-        """Get a better token, True if the request may now pass.  Raises PaiError, Cancelled."""
+    def on_refusal(self, url: str, status: int, www_authenticate: str,
+                   cancel: Cancel | None) -> bool:
+        """Get a better token, True if the request may now pass.  Raises PaiError, Cancelled.
+
+        Without a `cancel` nobody waits for the answer, so nobody is asked to log in.
+        """
         challenge, refused = parse_challenge(www_authenticate), self.header(url)
         if status != 401 and challenge.get("error") != "insufficient_scope":
             return False
         with self._renewing[url]:        # those refused at the same time share one login
-            cancel.check()
+            if cancel:
+                cancel.check()
             self._load()                 # another process may have been faster
             try:
                 return self.header(url) != refused or self._renew(url, challenge, cancel)
@@ -5082,8 +5087,8 @@ class OAuth:
         import hashlib                                    # slow to import, so only where needed
         if "S256" not in issuer.get("code_challenge_methods_supported", []):
             raise PaiError(f"{issuer['issuer']} has no PKCE, so no login there is safe")
-        if not self.authorize:
-            raise PaiError("it needs a login: /mcp login")
+        if not cancel:
+            raise PaiError("it needs a login: /mcp login NAME")
         state, verifier = os.urandom(16).hex(), os.urandom(32).hex()
         digest = hashlib.sha256(verifier.encode()).digest()
         back = {"redirect_uri": client["redirect_uris"][0]}
@@ -5158,7 +5163,7 @@ def _visit(callback, cancel):
 # Trap: there are two protocols.  Up to 2025-11-25 a connection begins with a handshake, and the
 # server asks back by requests; from 2026-07-28 each request says all it needs, and a server asks
 # back by a result of type input_required.  Which one a server speaks is found out by trying.
-# Simplified: no tasks, no resource subscriptions, no caching by ttlMs; outputSchema is not checked.
+# Simplified: no tasks, no resource subscriptions; outputSchema is not checked.
 # Tests: TestMcp (exercise, 3 of 3 stars).  Try: /mcp, and mcp.example.json.
 
 MODERN = "2026-07-28"
@@ -5166,6 +5171,7 @@ LEGACY = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")
 PROBE_TIMEOUT_S = 10                     # old servers may keep silent when asked for what is new
 MAX_PAGES = 100
 MAX_INPUT_ROUNDS = 10
+HEADER_MISMATCH = -32020                 # an error code of the modern protocol
 
 
 # ---- the client
@@ -5184,6 +5190,7 @@ class McpClient:
                  "sampling/createMessage": ("sampling", {}), "roots/list": ("roots", {})}
         self._abilities = dict(kinds[method] for method in handlers or ())
         self.peer, self.version, self.capabilities = None, "", {}
+        self.fresh_s = math.inf          # how long the list that was read last is said to hold
         self.on_notification = lambda method, params: None
         self._closing = Cancel()
 
@@ -5260,7 +5267,7 @@ class McpClient:
             try:
                 return self.peer.request(method, params, timeout_s, cancel)
             except (HttpError, McpError) as e:
-                if not n_left or not self.transport.recover(e, cancel or Cancel()):
+                if not n_left or not self.transport.recover(e, cancel):
                     raise
                 if self._is_http and not self.transport.version and self.version in LEGACY \
                         and method != "initialize":
@@ -5285,12 +5292,14 @@ class McpClient:
 
     def _list(self, kind, key, cancel=None):
         """-> all items of a list, whatever its pages; none of what the server does not have."""
-        items, cursors, params = [], set(), {}
+        items, cursors, params, self.fresh_s = [], set(), {}, math.inf
         if key != "tools" and kind.split("/")[0] not in self.capabilities:
             return []
         while len(cursors) < MAX_PAGES:
             page = self._request(kind, params, cancel)
             items += [item for item in page.get(key) or () if isinstance(item, dict)]
+            ttl_ms = _get(page, "ttlMs", int) or 0
+            self.fresh_s = min(self.fresh_s, ttl_ms / 1000 if ttl_ms > 0 else math.inf)
             cursor = _get(page, "nextCursor", str)        # "" is one, too
             if cursor is None or cursor in cursors:
                 break
@@ -5316,7 +5325,13 @@ class McpClient:
     def call_tool(self, name: str, arguments: dict, cancel: Cancel | None = None) -> dict:
         """Return what a tool gives: {"content": [...], "isError": ...}.  Raises McpError."""
         params = {"name": name, "arguments": arguments, "_meta": {}}
-        return self._request("tools/call", params, cancel)
+        try:
+            return self._request("tools/call", params, cancel)
+        except McpError as e:
+            if e.code != HEADER_MISMATCH:
+                raise
+            self.list_tools(cancel)      # other arguments are headers now
+            return self._request("tools/call", params, cancel)
 
     def list_resources(self, cancel: Cancel | None = None) -> list[dict]:
         """Return the resources, then the templates: {"uri" or "uriTemplate", "name", ...}."""
@@ -5514,7 +5529,7 @@ class McpServer:
         self.save = save                 # (data, MIME type) -> where it was saved
         self.state = "disabled" if entry.get("disabled") else "waiting"     # starting ready error
         self.error, self.tools, self.since = entry.get("error", ""), [], 0.0
-        self._is_stale = False           # the server says that its tools have changed
+        self._stale_at = math.inf        # when its tools must be asked for anew; -1: now
         self._n_deaths = 0
         self._lock = threading.RLock()   # one starts or stops it at a time
         if client:
@@ -5557,7 +5572,7 @@ class McpServer:
 
     def _on_notification(self, method, params):
         if method == "notifications/tools/list_changed":
-            self._is_stale = True
+            self._stale_at = -1
         elif method == "notifications/progress":
             text = f"🔌 {self.name}: {params.get('progress')} {params.get('message') or ''}"
             self._on_event({"type": "wait", "text": text})
@@ -5565,12 +5580,14 @@ class McpServer:
     def refresh(self, cancel: Cancel) -> None:
         """Ask for the tools again if they have changed."""
         with contextlib.suppress(PaiError), self._lock:
-            if self.state == "ready" and self._is_stale:
+            if self.state == "ready" and self._stale_at < time.monotonic():
                 self.tools = self._list_tools(cancel)
 
     def _list_tools(self, cancel):
-        self._is_stale, tools = False, {}
-        for t in self.client.list_tools(cancel):
+        self._stale_at, tools = math.inf, {}
+        found = self.client.list_tools(cancel)
+        self._stale_at = min(self._stale_at, time.monotonic() + self.client.fresh_s)
+        for t in found:
             with contextlib.suppress(RecursionError):     # of a schema that nobody could read
                 text = t.get("description") or t.get("title") or ""
                 tools[t["name"]] = Tool("", clip(str(text), 4000), clean_schema(
@@ -5649,10 +5666,10 @@ class McpServers:
         self.find(name).stop()
         return self.find(name).status()
 
-    def enable(self, name: str) -> str:
+    def enable(self, name: str, cancel: Cancel | None = None) -> str:
         """Start a server, anew if it runs; return how it is."""
         self.find(name).stop()
-        self.find(name).start()
+        self.find(name).start(cancel)
         return self.find(name).status()
 
     restart = enable
@@ -5871,22 +5888,57 @@ def show_graph(app, arguments: str) -> str:
 
 
 def manage_servers(app, arguments: str) -> str:
-    """[restart|enable|disable|logs|resources|prompts NAME]  MCP servers and what they offer."""
+    """[restart|enable|disable|logs|login|logout|resources|prompts NAME]  MCP servers."""
     servers, (action, _, name) = app.mcp, arguments.partition(" ")
+    name = name.strip()
     servers.tools(START_WAIT_S, app.cancel)
+    actions = {"restart": lambda: servers.enable(name, app.cancel),
+               "enable": lambda: servers.enable(name, app.cancel),
+               "disable": lambda: servers.disable(name),
+               "logs": lambda: servers.logs(name) or "It wrote nothing to its stderr.",
+               "login": lambda: log_out(app, name) and servers.enable(name, app.cancel),
+               "logout": lambda: log_out(app, name),
+               "resources": lambda: list_offers(servers, name, "list_resources", app.cancel),
+               "prompts": lambda: list_offers(servers, name, "list_prompts", app.cancel)}
     if not arguments:
         return servers.status() or "🔌 MCP servers: none configured; mcp.example.json shows how"
-    if action in ("restart", "enable", "disable", "logs"):
-        return getattr(servers, action)(name.strip()) or "It wrote nothing to its stderr."
-    if action not in ("resources", "prompts"):
-        raise ConfigError("usage: /mcp [restart|enable|disable|logs|resources|prompts NAME]")
-    found = getattr(servers.find(name.strip()).ready(), "list_" + action)(app.cancel)
+    if action not in actions:
+        raise ConfigError(f"usage: /mcp [{'|'.join(actions)} NAME]")
+    return actions[action]()
+
+
+def list_offers(servers: McpServers, name: str, method: str, cancel: Cancel) -> str:
+    """Return a line for each resource or prompt: how to name it in a message, and what it is."""
     lines = []
-    for r in found:
+    for r in getattr(servers.find(name).ready(cancel), method)(cancel):
         what = r.get("uri") or r.get("uriTemplate") or "?".join(filter(None, (
             r.get("name"), "&".join(f"{a['name']}=..." for a in r.get("arguments") or ()))))
-        lines.append(f"  @{name.strip()}:{what}  {one_line(r.get('description') or '', 80)}")
+        lines.append(f"  @{name}:{what}  {one_line(r.get('description') or '', 80)}")
     return "\n".join(lines) or "There are none."
+
+
+def log_out(app, name: str) -> str:
+    """Forget the tokens for a server, and stop it."""
+    url = app.mcp.find(name).entry.get("url")
+    if not url:
+        raise ConfigError(f"{name} is a program on this machine: there is nothing to log in to")
+    app.oauth.logout(url)
+    return app.mcp.disable(name)
+
+
+def log_in(app, page: str, cancel: Cancel) -> dict:
+    """Lead the person, if they want to, to a page; return what the browser comes back with."""
+    answer = app.ask(f"🔑 An MCP server wants you to log in at "
+                     f"{urllib.parse.urlsplit(page).netloc}. Open that page? [y/N] ", cancel)
+    if (answer or "").strip().lower() not in ("y", "yes"):
+        raise PaiError("it needs a login: /mcp login NAME")
+
+    def open_page(page):
+        if sys.platform in ("win32", "darwin") or app.config.get("DISPLAY"):
+            import webbrowser
+            webbrowser.open(page)
+    return login_in_browser(lambda page: app.on_event(
+        {"type": "notice", "text": f"🔑 Log in here: {page}"}), open_page, page, cancel)
 
 
 def load_servers(app) -> dict[str, dict]:
@@ -5975,10 +6027,15 @@ def make_server(app, environ: dict, name: str, entry: dict) -> McpServer:
                     elicit, lambda question: app.ask(f"🔌 {name}: {question}", app.cancel)),
                 "sampling/createMessage": functools.partial(sample, app, name)}
     if "error" not in entry:
-        transport = HttpTransport(app.http, entry["url"], entry.get("headers")) if "url" in entry \
-            else StdioTransport([entry["command"], *entry.get("args", ())],
-                                {**environ, **entry.get("env", {})},
-                                entry.get("cwd", app.config.cwd))
+        if "url" in entry:
+            app.oauth.settings[entry["url"]] = entry.get("oauth", {})
+            headers = entry.get("headers", {})
+            auth = None if "authorization" in map(str.lower, headers) else app.oauth
+            transport = HttpTransport(app.http, entry["url"], headers, auth)
+        else:
+            transport = StdioTransport([entry["command"], *entry.get("args", ())],
+                                       {**environ, **entry.get("env", {})},
+                                       entry.get("cwd", app.config.cwd))
         client = McpClient(transport, handlers, entry.get("timeout", 60),
                            entry.get("startTimeout", 30))
     return McpServer(name, entry, client, functools.partial(save_content, app.config.home),
@@ -6418,6 +6475,8 @@ def build(config: Config) -> App:
     toolbox.add(tools_in(CodeTools(app.index)))
     app.notices += [app.use_model(), *load_plugins(app)]
     workspace.folders.append(os.path.join(os.path.realpath(config.home), "mcp-files"))
+    app.oauth = OAuth(app.http, os.path.join(config.home, "mcp-auth.json"),
+                      lambda page, cancel: log_in(app, page, cancel))
     app.mcp = McpServers(make_server(app, dict(os.environ), name, entry)
                          for name, entry in load_servers(app).items())
     if config.resume:

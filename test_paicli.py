@@ -2771,12 +2771,17 @@ class TestOauth(Case):
         answer = {"code": "abc", "state": self.asked[-1]["state"], **self.answer}
         return {name: value for name, value in answer.items() if value is not None}
 
-    def oauth(self, **options):
-        options = {"settings": {self.fake.url: self.settings}, "authorize": self.person, **options}
-        return paicli.OAuth(self.http(), self.path("mcp-auth.json"), **options)
+    def oauth(self):
+        auth = paicli.OAuth(self.http(), self.path("mcp-auth.json"), self.person)
+        auth.settings[self.fake.url] = self.settings
+        return auth
 
     def refused(self, status=401, challenge="Bearer", auth=None):
         return (auth or self.auth).on_refusal(self.fake.url, status, challenge, paicli.Cancel())
+
+    def refused_unseen(self, challenge="Bearer"):
+        """A refusal in the background, where nobody can be asked."""
+        return self.auth.on_refusal(self.fake.url, 401, challenge, None)
 
     def no_login(self, pattern):
         """A 401 must end in an error, and no token may have been asked for."""
@@ -2838,8 +2843,9 @@ class TestOauth(Case):
         fake.pages["/registration"] = refuse(403, "closed")
         self.no_login("takes no client of ours .*closed.*set oauth.clientId")
         fake.pages["/registration"] = {"client_id": "c"}
-        self.auth = self.oauth(authorize=None)
-        self.no_login("/mcp login")
+        self.asked.clear()
+        self.raises(paicli.PaiError, "/mcp login", self.refused_unseen)
+        self.assertEqual([], self.asked)
         fake.pages = {"/token": fake.token}
         self.no_login("needs a login, but .* says it is None.*headers")
 
@@ -2893,8 +2899,7 @@ class TestOauth(Case):
 
     def test_a_program_without_a_person_uses_client_credentials(self):
         self.settings.update(clientId="me", clientSecret="s", grantType="client_credentials")
-        self.auth = self.oauth(authorize=None)
-        self.assertTrue(self.refused(challenge="Bearer scope=a"))
+        self.assertTrue(self.refused_unseen("Bearer scope=a"))
         self.assertEqual([{"grant_type": "client_credentials", "scope": "a", "resource": self.fake.url, "client_id": "me"}], self.fake.sent("/token"))
 
     def test_a_refused_token_is_refreshed_without_a_person(self):
@@ -5080,22 +5085,23 @@ def conformance(url):
                 **{name: context[key] for name, key in (("clientId", "client_id"), ("clientSecret", "client_secret")) if key in context},
                 **({"grantType": "client_credentials"} if "client-credentials" in scenario else {})}
     with tempfile.TemporaryDirectory() as folder:
-        auth = paicli.OAuth(http, os.path.join(folder, "tokens"), {url: settings}, authorize) if scenario.startswith("auth/") else None
+        auth, cancel = paicli.OAuth(http, os.path.join(folder, "tokens"), authorize), paicli.Cancel()
+        auth.settings[url] = settings
         client = paicli.McpClient(paicli.HttpTransport(http, url, auth=auth), {"elicitation/create": functools.partial(paicli.elicit, ask)})
         with contextlib.closing(client):
-            client.connect()
-            tools = {t["name"]: t for t in client.list_tools()}
+            client.connect(cancel)
+            tools = {t["name"]: t for t in client.list_tools(cancel)}
             known = {"add_numbers": {"a": 5, "b": 3}, "valid_tool": {"region": "eu"}}
             wanted = [(c["name"], c["arguments"]) for c in context.get("toolCalls", ())]
             if "json_schema_echo" in tools:
                 wanted = [("json_schema_echo", {"schema": tools["json_schema_2020_12_tool"]["inputSchema"]})]
             if "no-deref" not in scenario:
                 for name, arguments in wanted or [(name, known.get(name, {})) for name in tools]:
-                    client.call_tool(name, arguments)
-            for resource in client.list_resources():
-                client.read_resource(resource["uri"])
-            for prompt in client.list_prompts():
-                client.get_prompt(prompt["name"], {})
+                    client.call_tool(name, arguments, cancel)
+            for resource in client.list_resources(cancel):
+                client.read_resource(resource["uri"], cancel)
+            for prompt in client.list_prompts(cancel):
+                client.get_prompt(prompt["name"], {}, cancel)
 
 
 def run(*args):
