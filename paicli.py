@@ -5934,7 +5934,8 @@ def log_in(app, page: str, cancel: Cancel) -> dict:
         raise PaiError("it needs a login: /mcp login NAME")
 
     def open_page(page):
-        if sys.platform in ("win32", "darwin") or app.config.get("DISPLAY"):
+        has_screen = any(map(app.config.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")))
+        if has_screen or sys.platform in ("win32", "darwin"):
             import webbrowser
             webbrowser.open(page)
     return login_in_browser(lambda page: app.on_event(
@@ -5975,7 +5976,7 @@ def refresh_tools(app, cancel: Cancel) -> None:
 
 def save_content(home: str, data: bytes, mime: str) -> str:
     """Keep what a server gave and a model can't read as text; return the file's path."""
-    extension = re.sub(r".*/|[^a-z0-9]", "", mime) or "bin"
+    extension = re.sub(r".*/|\W.*", "", mime) or "bin"
     path = os.path.join(home, "mcp-files", f"{_digest(data)[:12]}.{extension}")
     try:
         atomic_write(path, data, 0o600)

@@ -45,6 +45,7 @@ import time
 import unittest
 import urllib.parse
 import warnings
+import webbrowser
 from array import array
 
 import paicli
@@ -2715,6 +2716,7 @@ class AuthServer:
                 status, answer = page(sent, self.headers) if callable(page) else (200, page)
                 answer = json.dumps(answer).encode()
                 self.send_response(status)
+                self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(answer)))
                 self.end_headers()
                 self.wfile.write(answer)
@@ -4302,6 +4304,35 @@ class TestCommands(Case):
         self.assertNotIn("mcp__fake__echo", app.agent.toolbox.tools)
         self.assertEqual("@fake:x @no:y", paicli.with_resources(paicli.McpServers([]), "@fake:x @no:y", paicli.Cancel()))
 
+    def test_a_login_goes_through_the_browser_if_the_person_agrees(self):
+        fake, answers, http = self.stack.enter_context(AuthServer()), [None, "n", "y"], self.http()
+        fake.pages["/mcp"] = lambda sent, headers: (200, (fake_mcp("modern", sent) or [{}])[-1]) \
+            if headers["Authorization"] == "Bearer t1" else (401, {})
+
+        class Browser:
+            def open(self, page, *args):
+                asked = dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(page).query))
+                back = f"{asked['redirect_uri']}?code=abc&state={asked['state']}"
+                paicli.Job("browser", http.json, "GET", back)
+        webbrowser.register("test", None, Browser(), preferred=True)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.write("home/mcp.json", json.dumps({"mcpServers": {"local": {"command": "x"}, "far": {
+            "url": fake.url, "oauth": {"callbackPort": port}}}}))
+        app = self.app(DISPLAY=":0")
+        app.ask = lambda question, cancel: questions.append(question) or answers.pop(0)
+        questions = []
+        self.assertRegex(paicli.run_command(app, "/mcp"), "(?m)^✗ far .*: /mcp login NAME$")
+        self.assertEqual([], questions)                   # in the background nobody is asked
+        for wanted in ("it needs a login", "it needs a login", "^● far "):
+            self.assertRegex(paicli.run_command(app, "/mcp login far"), wanted)
+        self.assertRegex(questions[0], f"log in at {fake.issuer[7:]}. Open")
+        self.assertIn(f"Log in here: {fake.issuer}/authorization?", next(e["text"] for e in iter(app.events.get, None) if e["type"] == "notice"))
+        self.assertRegex(paicli.run_command(self.app(), "/mcp"), "(?m)^● far ")
+        self.assertRegex(paicli.run_command(app, "/mcp logout far"), "^○ far ")
+        self.assertRegex(paicli.run_command(self.app(), "/mcp"), "(?m)^✗ far ")
+        self.raises(paicli.ConfigError, "local is a program", paicli.manage_servers, app, "login local")
+
     def test_a_folder_s_servers_need_trust(self):
         self.mcp_json("home", "dual", env={"A": "${HOME}${PROJECT_DIR}"})
         self.mcp_json(".paicli", "legacy", autoApprove=["echo"])
@@ -4330,7 +4361,7 @@ class TestCommands(Case):
         self.assertRegex(questions[1], r"server s asks your model:\n    2\+2\?")
         self.assertEqual("file://" + self.folder, server.client.handlers["roots/list"]({})["roots"][0]["uri"])
         path = paicli.save_content(self.path("home"), b"x", "image/svg+xml")
-        self.assertRegex(path, r"home/mcp-files/[0-9a-f]{12}\.svgxml$")
+        self.assertRegex(path, r"home/mcp-files/[0-9a-f]{12}\.svg$")
         self.assertEqual("x", app.files.load(path)[1].text)
         self.write("file", "")
         self.assertRegex(paicli.save_content(self.path("file"), b"x", ""), "^not saved")
