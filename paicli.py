@@ -3496,18 +3496,22 @@ def source_files(root: str, cancel: Cancel | None = None) -> Iterator[tuple[str,
         mine = [ignore_rule(line.strip(), folder) for line in lines
                 if line.strip() and not line.startswith("#")]
         rules = (*reversed(mine), *rules)                 # the last that matches counts
-        with contextlib.suppress(OSError):                # a folder that is not ours to read
-            for entry in sorted(os.scandir(os.path.join(root, folder)), key=lambda e: e.name):
-                is_folder = entry.is_dir(follow_symlinks=False)
-                path = folder + entry.name + "/" * is_folder
-                if next((excludes for rule, excludes in rules if rule.fullmatch(path)), False):
-                    continue
-                if is_folder and _is_worth_a_look(path):
-                    todo.append((path, rules))
-                elif (entry.is_file(follow_symlinks=False) and path.endswith(SOURCE_SUFFIXES)
-                      and path == clean(path)):           # a name that is no Unicode can't be kept
-                    with contextlib.suppress(OSError):    # gone a moment later
-                        yield path, entry.stat(follow_symlinks=False)
+        for path, entry in _entries(root, folder):
+            if next((excludes for rule, excludes in rules if rule.fullmatch(path)), False):
+                continue
+            if path.endswith("/") and _is_worth_a_look(path):
+                todo.append((path, rules))
+            elif (entry.is_file(follow_symlinks=False) and path.endswith(SOURCE_SUFFIXES)
+                  and path == clean(path)):               # a name that is no Unicode can't be kept
+                with contextlib.suppress(OSError):        # gone a moment later
+                    yield path, entry.stat(follow_symlinks=False)
+
+
+def _entries(root, folder):
+    """Yield (path, os.DirEntry) by name; nothing of a folder that is not ours to read."""
+    with contextlib.suppress(OSError):
+        for entry in sorted(os.scandir(os.path.join(root, folder)), key=lambda e: e.name):
+            yield folder + entry.name + "/" * entry.is_dir(follow_symlinks=False), entry
 
 
 def _is_worth_a_look(folder):
