@@ -33,6 +33,7 @@ import pathlib
 import queue
 import random
 import re
+import shlex
 import signal
 import socket
 import stat
@@ -360,18 +361,35 @@ def allow(tool, arguments, reason, cancel):
     return paicli.Decision("allow")
 
 
-# The program as the tests start it: what is swapped in reaches it, and nothing is compiled again.
-PROGRAM = [sys.executable, "-c", "import sys, test_paicli; test_paicli.run(*sys.argv[1:])"]
+def program(*args):
+    """The command that starts paicli with these arguments; what is swapped in reaches it."""
+    swapped = ["-c", "import sys, test_paicli; test_paicli.run(*sys.argv[1:])"]
+    return [sys.executable, *(swapped if os.environ.get("PAICLI") else ["-m", "paicli"]), *args]
+
+
+def environment(**variables):
+    """The variables of a program that a test starts: no keys, no proxies; paicli is compiled once, not each time."""
+    env = {k: v for k, v in os.environ.items() if not k.endswith(("API_KEY", "_proxy", "_PROXY")) and k != "PYTHONDONTWRITEBYTECODE"}
+    return {**env, "PYTHONPATH": os.pathsep.join([os.getcwd(), str(HERE)]), **variables}
 
 
 def run_program(*args, stdin=None, cwd=None, timeout=60, **variables):
-    """Run paicli with these arguments, an empty home and no keys; -> CompletedProcess with text."""
-    env = {k: v for k, v in os.environ.items() if not k.endswith(("API_KEY", "_proxy", "_PROXY"))}
-    env["PYTHONPATH"] = os.pathsep.join([os.getcwd(), str(HERE)])
-    env.update({k: v for k, v in variables.items() if v is not None})
-    return subprocess.run([*PROGRAM, *args], cwd=cwd, env=env,
+    """Run paicli with these arguments; -> CompletedProcess with text."""
+    return subprocess.run(program(*args), cwd=cwd, env=environment(**variables),
                           input=stdin, stdin=subprocess.DEVNULL if stdin is None else None, timeout=timeout,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
+
+
+@contextlib.contextmanager
+def smaller(kind, name, value):
+    """Have a limit of the section that `kind` belongs to be smaller for a while: in paicli, or in what is swapped in."""
+    module = sys.modules[kind.__module__]
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 def wait_for(condition, seconds=30):
@@ -500,15 +518,18 @@ class TestTheBook(unittest.TestCase):
             self.assertEqual([], [line for line in blanked.split("\n") if len(line) > 110])
 
     def test_an_exercise_can_be_one_function(self):
-        with tempfile.TemporaryDirectory() as folder:
-            def run(*argv):
-                return subprocess.run([sys.executable, str(HERE / "test_paicli.py"), *argv], cwd=folder, stdin=subprocess.DEVNULL,
-                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
-            self.assertRegex(run("blank", "embeddings", "cosin").stderr, "no cosin; there are OpenAIEmbedder.embed, .*cosine")
-            self.assertEqual(0, run("blank", "embeddings", "cosine").returncode)
-            text = pathlib.Path(folder, "exercise_embeddings.py").read_text(encoding="utf-8")
+        env = environment()                               # it has the folder we are in
+        self.addCleanup(os.chdir, os.getcwd())
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            os.chdir(folder)
+            self.assertRaisesRegex(SystemExit, "no cosin; there are OpenAIEmbedder.embed, .*cosine", blank, "embeddings", "cosin")
+            blank("embeddings", "cosine")
+            text = pathlib.Path("exercise_embeddings.py").read_text(encoding="utf-8")
             self.assertEqual(["16: cosine"], re.findall(r'NotImplementedError\("exercise (.+)"\)', text))
-            self.assertRegex(run("check", "embeddings").stderr, r"(?s)NotImplementedError: exercise 16: cosine\n.*\nRan .*FAILED")
+            checked = subprocess.run([sys.executable, "-m", "test_paicli", "check", "embeddings"], env=env, stdin=subprocess.DEVNULL,
+                                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
+            os.chdir(HERE)                                # no folder can be removed from within, on Windows
+        self.assertRegex(checked.stderr, r"(?s)NotImplementedError: exercise 16: cosine\n.*\nRan .*FAILED")
 
 
 # ---- 1 ---------------------------------------------------------------------------------------------
@@ -1485,8 +1506,9 @@ class TestBuiltInTools(Case):
         self.assertEqual((0, ""), (process.wait(60, paicli.Cancel()), process.output()))
 
     def test_output_is_all_there_however_late_it_is_read(self):
-        read, is_mine = os.read, lambda: threading.current_thread() is threading.main_thread()
-        late = lambda fd, n: (is_mine() or time.sleep(0.4), read(fd, n))[1]
+        read, pauses = os.read, [0.4]
+        is_mine = lambda: threading.current_thread() is threading.main_thread()
+        late = lambda fd, n: (is_mine() or time.sleep(pauses.pop() if pauses else 0), read(fd, n))[1]
         self.stack.callback(setattr, os, "read", read)
         os.read = late
         self.assertRegex(self.shell.execute_command("echo hi"), r"exit code: 0\)\nhi\r?\n$")
@@ -1508,7 +1530,8 @@ class TestBuiltInTools(Case):
     @unittest.skipUnless(POSIX, "process groups")
     def test_a_timeout_kills_the_whole_tree_even_if_it_ignores_term(self):
         mark = f"31{os.getpid()}"
-        for seconds in (1, 4, 16, 64):           # enough for the shell to get to its sleep, whatever else runs here
+        self.stack.enter_context(smaller(paicli.kill_tree, "GRACE_S", 0.1))
+        for seconds in (0.2, 1, 4, 16, 64):      # enough for the shell to get to its sleep, whatever else runs here
             error = self.raises(paicli.ToolError, f"no end after {seconds} s", self.shell.execute_command,
                                 f"trap '' TERM; sleep {mark} & echo before; sleep {mark}", timeout_s=seconds)
             self.assertTrue(wait_for(lambda: not sleepers(mark)))
@@ -1523,7 +1546,8 @@ class TestBuiltInTools(Case):
         self.assertIn("started", self.shell.execute_command(f"sleep {mark} & echo started"))
         self.assertIn("started", self.shell.execute_command(f"setsid sleep {escaped} & echo started"))
         self.assertTrue(sleepers(mark) and sleepers(escaped))      # they hold the pipe still
-        self.shell.close()
+        with smaller(paicli.kill_tree, "GRACE_S", 0.1):   # where no init reaps them, they look alive for so long
+            self.shell.close()
         self.assertTrue(wait_for(lambda: not sleepers(mark)))
         self.raises(paicli.ToolError, "ending", self.shell.execute_command, "echo late")
 
@@ -2091,8 +2115,7 @@ class TestMemory(Case):
     def test_many_processes_share_one_store(self):
         code = ("import sys, paicli\nm = paicli.Memory(paicli.Store(sys.argv[1]), sys.argv[2])\n"
                 "for i in range(25): m.add({'role': 'user', 'content': str(i)}, {'role': 'assistant', 'content': 'x'})")
-        env = {**os.environ, "PYTHONPATH": str(HERE)}
-        running = [subprocess.Popen([sys.executable, "-c", code, self.path("new.db"), self.path(f"f{n}")], env=env) for n in range(4)]
+        running = [subprocess.Popen([sys.executable, "-c", code, self.path("new.db"), self.path(f"f{n}")], env=environment()) for n in range(4)]
         self.assertEqual([0] * 4, [p.wait(60) for p in running])
         store = paicli.Store(self.path("new.db"))
         self.stack.callback(store.close)
@@ -2313,18 +2336,6 @@ class TestMemory(Case):
 
 # ---- 18 --------------------------------------------------------------------------------------------
 
-@contextlib.contextmanager
-def smaller(kind, name, value):
-    """Have a limit of a class's section be smaller for a while: in paicli, or in what is swapped in."""
-    module = sys.modules[kind.__module__]
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
-
-
 class Wire:
     """A transport without a server: keeps what is sent; `answer` may react to it."""
 
@@ -2398,13 +2409,13 @@ class TestJsonRpc(Case):
         id_ = self.wire.sent[0]["id"]
         self.assertEqual({"a": 1, "progressToken": id_}, self.wire.sent[0]["params"]["_meta"])
         began, free = time.monotonic(), threading.Event()
-        while time.monotonic() < began + 0.4:
+        while time.monotonic() < began + 0.3:
             peer.renew(id_)
             time.sleep(0.01)
         peer.renew(99)
         peer.on_request = lambda method, params: free.wait(30) and {}
         self.wire.on_message({"jsonrpc": "2.0", "id": 7, "method": "elicitation/create"})
-        self.raises(TimeoutError, "running", job.wait, None, 0.4)
+        self.raises(TimeoutError, "running", job.wait, None, 0.3)
         self.wire.result(id_, ok=True)
         self.assertEqual({"ok": True}, job.wait(timeout_s=10))
         free.set()
@@ -2505,14 +2516,15 @@ sys.exit(3)''')
         self.raises(paicli.McpError, "^/no/such could not be started: .*No such file", self.start, paicli.StdioTransport(["/no/such"]))
 
     def test_close_ends_the_whole_group(self):
+        self.stack.enter_context(smaller(paicli.StdioTransport, "CLOSE_WAIT_S", 0.05))
+        self.stack.enter_context(smaller(paicli.kill_tree, "GRACE_S", 0.05))
         wire = self.stdio('''
-subprocess.Popen(["sleep", "86123"]); out.write(b"{}\\n"); out.flush()
-import signal; signal.signal(15, signal.SIG_IGN); signal.pause()''')
+import signal; signal.signal(15, signal.SIG_IGN)
+subprocess.Popen(["sleep", "86123"]); out.write(b"{}\\n"); out.flush(); signal.pause()''')
         self.assertTrue(wait_for(lambda: self.got))
         for _ in range(1000):            # it does not read: that may block nobody
             wire.send({"x": "y" * 1000}, paicli.Cancel())
-        with smaller(paicli.StdioTransport, "CLOSE_WAIT_S", 0.05):
-            wire.close()
+        wire.close()
         self.assertEqual([], sleepers(86123))
         self.assertEqual(-9, wire.popen.returncode)
 
@@ -2635,7 +2647,7 @@ def fake_mcp(era, m):
     def text(value, **more):
         return [result(content=[{"type": "text", "text": value}], **more)]
     if method is None:                   # the answer to its question
-        return [{"jsonrpc": "2.0", "id": 50, "result": {"content": [{"type": "text", "text": json.dumps(m["result"])}]}}] \
+        return [{"jsonrpc": "2.0", "id": "asked", "result": {"content": [{"type": "text", "text": json.dumps(m["result"])}]}}] \
             if "result" in m else []
     if is_modern and era not in ("modern", "dual"):
         return {"mute": [], "fragile": None}.get(era, [{"jsonrpc": "2.0", "id": id_, "error": {"code": -32601, "message": "no method"}}])
@@ -2686,7 +2698,7 @@ def mcp(era, path=""):
         if answers is None:
             sys.exit("Error: it ends here")
         for answer in answers:
-            answer = {**answer, "id": asked} if answer.get("id") == 50 else answer
+            answer = {**answer, "id": asked} if answer.get("id") == "asked" else answer
             sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 
@@ -3035,7 +3047,7 @@ class TestMcp(Case):
         self.raises(paicli.HttpError, "403", paicli.McpClient(paicli.HttpTransport(self.http(), http.url)).connect)
 
     def test_what_does_not_know_the_probe_is_initialized(self):
-        with smaller(paicli.McpClient, "PROBE_TIMEOUT_S", 0.5):
+        with smaller(paicli.McpClient, "PROBE_TIMEOUT_S", 0.05):
             self.assertEqual(("2025-11-25", 1), (self.client("mute").version, self.n_starts()))
         self.assertEqual(("2025-11-25", 3), (self.client("fragile").version, self.n_starts()))
         self.raises(paicli.McpError, "the server speaks version '1999-01-01'", self.client, "old")
@@ -4352,7 +4364,7 @@ class Typist:
         import pty
         import struct
         import termios
-        env = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join([os.getcwd(), str(HERE)]), **variables}
+        command, env = program(*args), environment(TERM="xterm", **variables)
         self.seen = ""
         self.pid, self.fd = pty.fork()
         if not self.pid:
@@ -4360,7 +4372,7 @@ class Typist:
                 fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
                 signal.signal(signal.SIGINT, signal.SIG_DFL)      # ignored, if the tests run in the background
                 os.chdir(cwd)
-                os.execve(sys.executable, [*PROGRAM, *args], env)
+                os.execve(command[0], command, env)
             finally:
                 os._exit(99)
 
@@ -4642,14 +4654,13 @@ class TestTerminal(Case):
         self.assertIn("caf\u00e9", self.run_in("--demo", "--json", "caf\u00e9", LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0"
                                          ).stdout.encode().decode("unicode_escape"))
         if POSIX:
+            command = " ".join(map(shlex.quote, program("--demo", "hello")))
             for closed in (">&-", "<&-", "0>/dev/null"):
-                command = f'"{sys.executable}" "{HERE / "test_paicli.py"}" run --demo hello {closed}; echo $? >&2'
-                done = subprocess.run(["sh", "-c", command], cwd=self.path("work"), stderr=subprocess.PIPE, stdout=subprocess.PIPE,
-                                      encoding="utf-8", env={**os.environ, "PAICLI_HOME": self.home, "PYTHONPATH": os.getcwd()})
+                done = subprocess.run(["sh", "-c", f"{command} {closed}; echo $? >&2"], cwd=self.path("work"), stderr=subprocess.PIPE,
+                                      stdout=subprocess.PIPE, encoding="utf-8", env=environment(PAICLI_HOME=self.home))
                 self.assertEqual((["0"], False), (done.stderr.split()[-1:], "Traceback" in done.stderr), closed)
-            command = f'"{sys.executable}" "{HERE / "test_paicli.py"}" run --demo hello | true'
-            done = subprocess.run(["sh", "-c", command], cwd=self.path("work"), stderr=subprocess.PIPE, encoding="utf-8",
-                                  env={**os.environ, "PAICLI_HOME": self.home, "PYTHONPATH": os.getcwd()})
+            done = subprocess.run(["sh", "-c", f"{command} | true"], cwd=self.path("work"), stderr=subprocess.PIPE, encoding="utf-8",
+                                  env=environment(PAICLI_HOME=self.home))
             self.assertNotRegex(done.stderr, "Traceback|Exception ignored|BrokenPipe")
 
     def test_an_unusable_home_is_one_warning(self):
@@ -4740,30 +4751,29 @@ class TestTerminal(Case):
         mark = f"33{os.getpid()}"
         for entry in (streams_then_waits(chunk("Hel")), calls(("execute_command", {"command": f"sleep {mark}"}))):
             server = self.server(entry)
-            env = {**os.environ, "PAICLI_HOME": self.home, "PAICLI_MODEL": server.url + "#m", "PYTHONPATH": os.getcwd()}
-            program = subprocess.Popen([sys.executable, str(HERE / "test_paicli.py"), "run", "--yes", "--json", "go"], env=env,
+            running = subprocess.Popen(program("--yes", "--json", "go"), env=environment(PAICLI_HOME=self.home, PAICLI_MODEL=server.url + "#m"),
                                        cwd=self.path("work"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            for line in program.stdout:
+            for line in running.stdout:
                 if json.loads(line)["type"] in ("delta", "call"):
                     break
             if not callable(entry):              # not before the command runs
                 self.assertTrue(wait_for(lambda: sleepers(mark)))
-            program.send_signal(signal.SIGINT)
-            rest = [json.loads(line) for line in program.communicate(timeout=60)[0].splitlines()]
-            self.assertEqual((130, "cancelled"), (program.returncode, rest[-1]["reason"]))
+            running.send_signal(signal.SIGINT)
+            rest = [json.loads(line) for line in running.communicate(timeout=60)[0].splitlines()]
+            self.assertEqual((130, "cancelled"), (running.returncode, rest[-1]["reason"]))
             self.assertTrue(wait_for(lambda: not sleepers(mark)))
 
     @unittest.skipUnless(POSIX, "signals")
     def test_ctrl_c_stops_a_command_which_says_so_and_exits_130(self):
         self.write("work/a.py", "def f(): pass\n")
         server = self.server(streams_then_waits(""))
-        env = {**os.environ, "PAICLI_HOME": self.home, "EMBEDDING_PROVIDER": "ollama", "EMBEDDING_BASE_URL": server.url}
-        program = subprocess.Popen([sys.executable, str(HERE / "paicli.py"), "/index"], env=env, cwd=self.path("work"),
+        env = environment(PAICLI_HOME=self.home, EMBEDDING_PROVIDER="ollama", EMBEDDING_BASE_URL=server.url)
+        running = subprocess.Popen([sys.executable, str(PATH), "/index"], env=env, cwd=self.path("work"),
                                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.assertTrue(wait_for(lambda: server.requests))
-        program.send_signal(signal.SIGINT)
-        self.assertIn("cancelled by you", program.communicate(timeout=60)[1].decode())
-        self.assertEqual(130, program.returncode)
+        running.send_signal(signal.SIGINT)
+        self.assertIn("cancelled by you", running.communicate(timeout=60)[1].decode())
+        self.assertEqual(130, running.returncode)
 
 
 # ---- What `python test_paicli.py` does -----------------------------------------------------------
