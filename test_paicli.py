@@ -5013,7 +5013,80 @@ def bench():
         more = [cost_ms("-m", "paicli", "--resume", str(memory.session_id), "hi") - cost_ms("-m", "paicli", "hi") for _ in range(5)]
         store.close()
         print(f"  going on with those        {statistics.median(more):6.1f} ms CPU more than a new one, request included (limit 300)")
+    bench_mcp()
     bench_search()
+
+
+class RawLoop:
+    """The least an MCP client can do over pipes: write a line, read lines up to the answer."""
+
+    def __init__(self, argv):
+        self.popen, self.n_asked = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE), 0
+        self.ask("initialize", protocolVersion="2025-11-25", capabilities={}, clientInfo={"name": "floor", "version": "0"})
+        self.send({"jsonrpc": "2.0", "method": "notifications/initialized"})
+        self.ask("tools/list", cursor=self.ask("tools/list")["nextCursor"])
+
+    def send(self, message):
+        self.popen.stdin.write(json.dumps(message).encode() + b"\n")
+        self.popen.stdin.flush()
+
+    def ask(self, method, **params):
+        self.n_asked += 1
+        self.send({"jsonrpc": "2.0", "id": self.n_asked, "method": method, "params": params})
+        answer = {}
+        while answer.get("id") != self.n_asked:
+            answer = json.loads(self.popen.stdout.readline())
+        return answer["result"]
+
+    def echo(self):
+        return self.ask("tools/call", name="echo", arguments={"text": "hi"})["content"][0]["text"]
+
+    def close(self):
+        with self.popen:
+            self.popen.stdin.close()
+
+
+class Started:
+    """What PaiCLI does for the same: fake servers that are slow to start, side by side, and their tools."""
+
+    def __init__(self, *argvs):
+        self.cancel = paicli.Cancel()
+        self.servers = paicli.McpServers(
+            paicli.McpServer(str(n), {"command": "fake"}, paicli.McpClient(paicli.StdioTransport(argv)), repr, lambda event: None)
+            for n, argv in enumerate(argvs))
+        self.tools = {tool.name: tool for tool in self.servers.tools(60, self.cancel)}
+        self.close = self.servers.close
+
+    def echo(self):
+        return self.tools["mcp__0__echo"].run({"text": "hi"}, self.cancel)
+
+
+def bench_mcp():
+    """Print what MCP costs over pipes: a call and the first answer against RawLoop's, five servers against one."""
+    import statistics
+
+    def argv(pause_s=0):
+        return [sys.executable, "-S", "-c", f"import time; time.sleep({pause_s})\n" + MCP_SOURCE, "legacy"]
+
+    def first_s(kind, *argvs):
+        before = time.perf_counter()
+        with contextlib.closing(kind(*argvs)) as client:
+            assert client.echo() == "hi"
+            return time.perf_counter() - before
+
+    def call_ms(client):
+        before = time.process_time()
+        for _ in range(50):
+            client.echo()
+        return 20 * (time.process_time() - before)
+    with contextlib.closing(Started(argv())) as client, contextlib.closing(RawLoop(argv())) as raw:
+        pairs = [(call_ms(client), call_ms(raw)) for _ in range(20)]
+    more, least = statistics.median(a - b for a, b in pairs), statistics.median(b for _, b in pairs)
+    print(f"  an MCP call over pipes     {more:6.2f} ms CPU more than the raw loop's {least:.2f} (limit 0.15)")
+    first = statistics.median(first_s(Started, argv()) / first_s(RawLoop, argv()) for _ in range(20))
+    print(f"  its first answer           {first:6.2f} times the raw loop's time (limit 1.15)")
+    five = statistics.median(first_s(Started, *map(argv, (1, 0.8, 0.6, 0.4, 0.2))) / first_s(Started, argv(1)) for _ in range(3))
+    print(f"  five slow servers ready    {five:6.2f} times the time of the slowest alone (limit 1.2)")
 
 
 JAVA = """package p{0};
