@@ -4995,6 +4995,9 @@ def bench():
             mine, least = (statistics.median(column) for column in zip(*pairs))
             ratio = statistics.median(a / b for a, b in pairs)
             print(f"  {name:26} {mine:6.1f} ms, floor {least:5.1f} ms: {ratio:.2f} times (limit {limit})")
+        compiling = "compile(open('paicli.py', encoding='utf-8').read(), 'paicli.py', 'exec')"
+        share = statistics.median((cost_ms("-c", compiling) - cost_ms("-c", "")) / least for _ in range(7))
+        print(f"  of that, compiling it      {share:6.2f} times the floor; -m finds it compiled")
         more = []
         for _ in range(7):
             mine = (cost_ms("-m", "paicli", "loop 20") - cost_ms("-m", "paicli", "hi")) / 20
