@@ -4732,7 +4732,8 @@ class StdioTransport:
                 time.sleep(0.005)
             if has_group(self.popen):
                 kill_tree(self.popen)
-                self.popen.wait(GRACE_S)
+                with contextlib.suppress(subprocess.TimeoutExpired):     # as Process.kill() does
+                    self.popen.wait(GRACE_S)
 
 
 class HttpTransport:

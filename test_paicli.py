@@ -33,6 +33,7 @@ import pathlib
 import queue
 import random
 import re
+import shlex
 import signal
 import socket
 import stat
@@ -361,18 +362,35 @@ def allow(tool, arguments, reason, cancel):
     return paicli.Decision("allow")
 
 
-# The program as the tests start it: what is swapped in reaches it, and nothing is compiled again.
-PROGRAM = [sys.executable, "-c", "import sys, test_paicli; test_paicli.run(*sys.argv[1:])"]
+def program(*args):
+    """The command that starts paicli with these arguments; what is swapped in reaches it."""
+    swapped = ["-c", "import sys, test_paicli; test_paicli.run(*sys.argv[1:])"]
+    return [sys.executable, *(swapped if os.environ.get("PAICLI") else ["-m", "paicli"]), *args]
+
+
+def environment(**variables):
+    """The variables of a program that a test starts: no keys, no proxies; paicli is compiled once, not each time."""
+    env = {k: v for k, v in os.environ.items() if not k.endswith(("API_KEY", "_proxy", "_PROXY")) and k != "PYTHONDONTWRITEBYTECODE"}
+    return {**env, "PYTHONPATH": os.pathsep.join([os.getcwd(), str(HERE)]), **variables}
 
 
 def run_program(*args, stdin=None, cwd=None, timeout=60, **variables):
-    """Run paicli with these arguments, an empty home and no keys; -> CompletedProcess with text."""
-    env = {k: v for k, v in os.environ.items() if not k.endswith(("API_KEY", "_proxy", "_PROXY"))}
-    env["PYTHONPATH"] = os.pathsep.join([os.getcwd(), str(HERE)])
-    env.update({k: v for k, v in variables.items() if v is not None})
-    return subprocess.run([*PROGRAM, *args], cwd=cwd, env=env,
+    """Run paicli with these arguments; -> CompletedProcess with text."""
+    return subprocess.run(program(*args), cwd=cwd, env=environment(**variables),
                           input=stdin, stdin=subprocess.DEVNULL if stdin is None else None, timeout=timeout,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
+
+
+@contextlib.contextmanager
+def smaller(kind, name, value):
+    """Have a limit of the section that `kind` belongs to be smaller for a while: in paicli, or in what is swapped in."""
+    module = sys.modules[kind.__module__]
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 def wait_for(condition, seconds=30):
@@ -501,15 +519,18 @@ class TestTheBook(unittest.TestCase):
             self.assertEqual([], [line for line in blanked.split("\n") if len(line) > 110])
 
     def test_an_exercise_can_be_one_function(self):
-        with tempfile.TemporaryDirectory() as folder:
-            def run(*argv):
-                return subprocess.run([sys.executable, str(HERE / "test_paicli.py"), *argv], cwd=folder, stdin=subprocess.DEVNULL,
-                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
-            self.assertRegex(run("blank", "embeddings", "cosin").stderr, "no cosin; there are OpenAIEmbedder.embed, .*cosine")
-            self.assertEqual(0, run("blank", "embeddings", "cosine").returncode)
-            text = pathlib.Path(folder, "exercise_embeddings.py").read_text(encoding="utf-8")
+        env = environment()                               # it has the folder we are in
+        self.addCleanup(os.chdir, os.getcwd())
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            os.chdir(folder)
+            self.assertRaisesRegex(SystemExit, "no cosin; there are OpenAIEmbedder.embed, .*cosine", blank, "embeddings", "cosin")
+            blank("embeddings", "cosine")
+            text = pathlib.Path("exercise_embeddings.py").read_text(encoding="utf-8")
             self.assertEqual(["16: cosine"], re.findall(r'NotImplementedError\("exercise (.+)"\)', text))
-            self.assertRegex(run("check", "embeddings").stderr, r"(?s)NotImplementedError: exercise 16: cosine\n.*\nRan .*FAILED")
+            checked = subprocess.run([sys.executable, "-m", "test_paicli", "check", "embeddings"], env=env, stdin=subprocess.DEVNULL,
+                                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
+            os.chdir(HERE)                                # no folder can be removed from within, on Windows
+        self.assertRegex(checked.stderr, r"(?s)NotImplementedError: exercise 16: cosine\n.*\nRan .*FAILED")
 
 
 # ---- 1 ---------------------------------------------------------------------------------------------
@@ -1486,8 +1507,9 @@ class TestBuiltInTools(Case):
         self.assertEqual((0, ""), (process.wait(60, paicli.Cancel()), process.output()))
 
     def test_output_is_all_there_however_late_it_is_read(self):
-        read, is_mine = os.read, lambda: threading.current_thread() is threading.main_thread()
-        late = lambda fd, n: (is_mine() or time.sleep(0.4), read(fd, n))[1]
+        read, pauses = os.read, [0.4]
+        is_mine = lambda: threading.current_thread() is threading.main_thread()
+        late = lambda fd, n: (is_mine() or time.sleep(pauses.pop() if pauses else 0), read(fd, n))[1]
         self.stack.callback(setattr, os, "read", read)
         os.read = late
         self.assertRegex(self.shell.execute_command("echo hi"), r"exit code: 0\)\nhi\r?\n$")
@@ -1509,7 +1531,8 @@ class TestBuiltInTools(Case):
     @unittest.skipUnless(POSIX, "process groups")
     def test_a_timeout_kills_the_whole_tree_even_if_it_ignores_term(self):
         mark = f"31{os.getpid()}"
-        for seconds in (1, 4, 16, 64):           # enough for the shell to get to its sleep, whatever else runs here
+        self.stack.enter_context(smaller(paicli.kill_tree, "GRACE_S", 0.1))
+        for seconds in (0.2, 1, 4, 16, 64):      # enough for the shell to get to its sleep, whatever else runs here
             error = self.raises(paicli.ToolError, f"no end after {seconds} s", self.shell.execute_command,
                                 f"trap '' TERM; sleep {mark} & echo before; sleep {mark}", timeout_s=seconds)
             self.assertTrue(wait_for(lambda: not sleepers(mark)))
@@ -1524,7 +1547,8 @@ class TestBuiltInTools(Case):
         self.assertIn("started", self.shell.execute_command(f"sleep {mark} & echo started"))
         self.assertIn("started", self.shell.execute_command(f"setsid sleep {escaped} & echo started"))
         self.assertTrue(sleepers(mark) and sleepers(escaped))      # they hold the pipe still
-        self.shell.close()
+        with smaller(paicli.kill_tree, "GRACE_S", 0.1):   # where no init reaps them, they look alive for so long
+            self.shell.close()
         self.assertTrue(wait_for(lambda: not sleepers(mark)))
         self.raises(paicli.ToolError, "ending", self.shell.execute_command, "echo late")
 
@@ -2092,8 +2116,7 @@ class TestMemory(Case):
     def test_many_processes_share_one_store(self):
         code = ("import sys, paicli\nm = paicli.Memory(paicli.Store(sys.argv[1]), sys.argv[2])\n"
                 "for i in range(25): m.add({'role': 'user', 'content': str(i)}, {'role': 'assistant', 'content': 'x'})")
-        env = {**os.environ, "PYTHONPATH": str(HERE)}
-        running = [subprocess.Popen([sys.executable, "-c", code, self.path("new.db"), self.path(f"f{n}")], env=env) for n in range(4)]
+        running = [subprocess.Popen([sys.executable, "-c", code, self.path("new.db"), self.path(f"f{n}")], env=environment()) for n in range(4)]
         self.assertEqual([0] * 4, [p.wait(60) for p in running])
         store = paicli.Store(self.path("new.db"))
         self.stack.callback(store.close)
@@ -2314,18 +2337,6 @@ class TestMemory(Case):
 
 # ---- 18 --------------------------------------------------------------------------------------------
 
-@contextlib.contextmanager
-def smaller(kind, name, value):
-    """Have a limit of a class's section be smaller for a while: in paicli, or in what is swapped in."""
-    module = sys.modules[kind.__module__]
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
-
-
 class Wire:
     """A transport without a server: keeps what is sent; `answer` may react to it."""
 
@@ -2399,13 +2410,13 @@ class TestJsonRpc(Case):
         id_ = self.wire.sent[0]["id"]
         self.assertEqual({"a": 1, "progressToken": id_}, self.wire.sent[0]["params"]["_meta"])
         began, free = time.monotonic(), threading.Event()
-        while time.monotonic() < began + 0.4:
+        while time.monotonic() < began + 0.3:
             peer.renew(id_)
             time.sleep(0.01)
         peer.renew(99)
         peer.on_request = lambda method, params: free.wait(30) and {}
         self.wire.on_message({"jsonrpc": "2.0", "id": 7, "method": "elicitation/create"})
-        self.raises(TimeoutError, "running", job.wait, None, 0.4)
+        self.raises(TimeoutError, "running", job.wait, None, 0.3)
         self.wire.result(id_, ok=True)
         self.assertEqual({"ok": True}, job.wait(timeout_s=10))
         free.set()
@@ -2506,16 +2517,17 @@ sys.exit(3)''')
         self.raises(paicli.McpError, "^/no/such could not be started: .*No such file", self.start, paicli.StdioTransport(["/no/such"]))
 
     def test_close_ends_the_whole_group(self):
-        wire = self.stdio('''
-subprocess.Popen(["sleep", "86123"]); out.write(b"{}\\n"); out.flush()
-import signal; signal.signal(15, signal.SIG_IGN); signal.pause()''')
+        mark = f"35{os.getpid()}"
+        self.stack.enter_context(smaller(paicli.StdioTransport, "CLOSE_WAIT_S", 0.05))
+        self.stack.enter_context(smaller(paicli.kill_tree, "GRACE_S", 0.05))
+        wire = self.stdio(f'''
+import signal; signal.signal(15, signal.SIG_IGN)
+subprocess.Popen(["sleep", "{mark}"]); out.write(b"{{}}\\n"); out.flush(); signal.pause()''')
         self.assertTrue(wait_for(lambda: self.got))
         for _ in range(1000):            # it does not read: that may block nobody
             wire.send({"x": "y" * 1000}, paicli.Cancel())
-        with smaller(paicli.StdioTransport, "CLOSE_WAIT_S", 0.05):
-            wire.close()
-        self.assertEqual([], sleepers(86123))
-        self.assertEqual(-9, wire.popen.returncode)
+        wire.close()
+        self.assertTrue(wait_for(lambda: wire.popen.poll() == -9 and not sleepers(mark)))
 
     def http_to(self, *script, auth=None, headers=None):
         self.fake = self.server(*script)
@@ -2636,7 +2648,7 @@ def fake_mcp(era, m):
     def text(value, **more):
         return [result(content=[{"type": "text", "text": value}], **more)]
     if method is None:                   # the answer to its question
-        return [{"jsonrpc": "2.0", "id": 50, "result": {"content": [{"type": "text", "text": json.dumps(m["result"])}]}}] \
+        return [{"jsonrpc": "2.0", "id": "asked", "result": {"content": [{"type": "text", "text": json.dumps(m["result"])}]}}] \
             if "result" in m else []
     if is_modern and era not in ("modern", "dual"):
         return {"mute": [], "fragile": None}.get(era, [{"jsonrpc": "2.0", "id": id_, "error": {"code": -32601, "message": "no method"}}])
@@ -2687,7 +2699,7 @@ def mcp(era, path=""):
         if answers is None:
             sys.exit("Error: it ends here")
         for answer in answers:
-            answer = {**answer, "id": asked} if answer.get("id") == 50 else answer
+            answer = {**answer, "id": asked} if answer.get("id") == "asked" else answer
             sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 
@@ -3037,7 +3049,7 @@ class TestMcp(Case):
         self.raises(paicli.HttpError, "403", paicli.McpClient(paicli.HttpTransport(self.http(), http.url)).connect)
 
     def test_what_does_not_know_the_probe_is_initialized(self):
-        with smaller(paicli.McpClient, "PROBE_TIMEOUT_S", 0.5):
+        with smaller(paicli.McpClient, "PROBE_TIMEOUT_S", 0.05):
             self.assertEqual(("2025-11-25", 1), (self.client("mute").version, self.n_starts()))
         self.assertEqual(("2025-11-25", 3), (self.client("fragile").version, self.n_starts()))
         self.raises(paicli.McpError, "the server speaks version '1999-01-01'", self.client, "old")
@@ -4383,7 +4395,7 @@ class Typist:
         import pty
         import struct
         import termios
-        env = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join([os.getcwd(), str(HERE)]), **variables}
+        command, env = program(*args), environment(TERM="xterm", **variables)
         self.seen = ""
         self.pid, self.fd = pty.fork()
         if not self.pid:
@@ -4391,7 +4403,7 @@ class Typist:
                 fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
                 signal.signal(signal.SIGINT, signal.SIG_DFL)      # ignored, if the tests run in the background
                 os.chdir(cwd)
-                os.execve(sys.executable, [*PROGRAM, *args], env)
+                os.execve(command[0], command, env)
             finally:
                 os._exit(99)
 
@@ -4673,14 +4685,13 @@ class TestTerminal(Case):
         self.assertIn("caf\u00e9", self.run_in("--demo", "--json", "caf\u00e9", LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0"
                                          ).stdout.encode().decode("unicode_escape"))
         if POSIX:
+            command = " ".join(map(shlex.quote, program("--demo", "hello")))
             for closed in (">&-", "<&-", "0>/dev/null"):
-                command = f'"{sys.executable}" "{HERE / "test_paicli.py"}" run --demo hello {closed}; echo $? >&2'
-                done = subprocess.run(["sh", "-c", command], cwd=self.path("work"), stderr=subprocess.PIPE, stdout=subprocess.PIPE,
-                                      encoding="utf-8", env={**os.environ, "PAICLI_HOME": self.home, "PYTHONPATH": os.getcwd()})
+                done = subprocess.run(["sh", "-c", f"{command} {closed}; echo $? >&2"], cwd=self.path("work"), stderr=subprocess.PIPE,
+                                      stdout=subprocess.PIPE, encoding="utf-8", env=environment(PAICLI_HOME=self.home))
                 self.assertEqual((["0"], False), (done.stderr.split()[-1:], "Traceback" in done.stderr), closed)
-            command = f'"{sys.executable}" "{HERE / "test_paicli.py"}" run --demo hello | true'
-            done = subprocess.run(["sh", "-c", command], cwd=self.path("work"), stderr=subprocess.PIPE, encoding="utf-8",
-                                  env={**os.environ, "PAICLI_HOME": self.home, "PYTHONPATH": os.getcwd()})
+            done = subprocess.run(["sh", "-c", f"{command} | true"], cwd=self.path("work"), stderr=subprocess.PIPE, encoding="utf-8",
+                                  env=environment(PAICLI_HOME=self.home))
             self.assertNotRegex(done.stderr, "Traceback|Exception ignored|BrokenPipe")
 
     def test_an_unusable_home_is_one_warning(self):
@@ -4771,30 +4782,29 @@ class TestTerminal(Case):
         mark = f"33{os.getpid()}"
         for entry in (streams_then_waits(chunk("Hel")), calls(("execute_command", {"command": f"sleep {mark}"}))):
             server = self.server(entry)
-            env = {**os.environ, "PAICLI_HOME": self.home, "PAICLI_MODEL": server.url + "#m", "PYTHONPATH": os.getcwd()}
-            program = subprocess.Popen([sys.executable, str(HERE / "test_paicli.py"), "run", "--yes", "--json", "go"], env=env,
+            running = subprocess.Popen(program("--yes", "--json", "go"), env=environment(PAICLI_HOME=self.home, PAICLI_MODEL=server.url + "#m"),
                                        cwd=self.path("work"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            for line in program.stdout:
+            for line in running.stdout:
                 if json.loads(line)["type"] in ("delta", "call"):
                     break
             if not callable(entry):              # not before the command runs
                 self.assertTrue(wait_for(lambda: sleepers(mark)))
-            program.send_signal(signal.SIGINT)
-            rest = [json.loads(line) for line in program.communicate(timeout=60)[0].splitlines()]
-            self.assertEqual((130, "cancelled"), (program.returncode, rest[-1]["reason"]))
+            running.send_signal(signal.SIGINT)
+            rest = [json.loads(line) for line in running.communicate(timeout=60)[0].splitlines()]
+            self.assertEqual((130, "cancelled"), (running.returncode, rest[-1]["reason"]))
             self.assertTrue(wait_for(lambda: not sleepers(mark)))
 
     @unittest.skipUnless(POSIX, "signals")
     def test_ctrl_c_stops_a_command_which_says_so_and_exits_130(self):
         self.write("work/a.py", "def f(): pass\n")
         server = self.server(streams_then_waits(""))
-        env = {**os.environ, "PAICLI_HOME": self.home, "EMBEDDING_PROVIDER": "ollama", "EMBEDDING_BASE_URL": server.url}
-        program = subprocess.Popen([sys.executable, str(HERE / "paicli.py"), "/index"], env=env, cwd=self.path("work"),
+        env = environment(PAICLI_HOME=self.home, EMBEDDING_PROVIDER="ollama", EMBEDDING_BASE_URL=server.url)
+        running = subprocess.Popen([sys.executable, str(PATH), "/index"], env=env, cwd=self.path("work"),
                                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.assertTrue(wait_for(lambda: server.requests))
-        program.send_signal(signal.SIGINT)
-        self.assertIn("cancelled by you", program.communicate(timeout=60)[1].decode())
-        self.assertEqual(130, program.returncode)
+        running.send_signal(signal.SIGINT)
+        self.assertIn("cancelled by you", running.communicate(timeout=60)[1].decode())
+        self.assertEqual(130, running.returncode)
 
 
 # ---- What `python test_paicli.py` does -----------------------------------------------------------
@@ -5016,6 +5026,9 @@ def bench():
             mine, least = (statistics.median(column) for column in zip(*pairs))
             ratio = statistics.median(a / b for a, b in pairs)
             print(f"  {name:26} {mine:6.1f} ms, floor {least:5.1f} ms: {ratio:.2f} times (limit {limit})")
+        compiling = "compile(open('paicli.py', encoding='utf-8').read(), 'paicli.py', 'exec')"
+        share = statistics.median((cost_ms("-c", compiling) - cost_ms("-c", "")) / least for _ in range(7))
+        print(f"  of that, compiling it      {share:6.2f} times the floor; -m finds it compiled")
         more = []
         for _ in range(7):
             mine = (cost_ms("-m", "paicli", "loop 20") - cost_ms("-m", "paicli", "hi")) / 20
@@ -5034,7 +5047,80 @@ def bench():
         more = [cost_ms("-m", "paicli", "--resume", str(memory.session_id), "hi") - cost_ms("-m", "paicli", "hi") for _ in range(5)]
         store.close()
         print(f"  going on with those        {statistics.median(more):6.1f} ms CPU more than a new one, request included (limit 300)")
+    bench_mcp()
     bench_search()
+
+
+class RawLoop:
+    """The least an MCP client can do over pipes: write a line, read lines up to the answer."""
+
+    def __init__(self, argv):
+        self.popen, self.n_asked = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE), 0
+        self.ask("initialize", protocolVersion="2025-11-25", capabilities={}, clientInfo={"name": "floor", "version": "0"})
+        self.send({"jsonrpc": "2.0", "method": "notifications/initialized"})
+        self.ask("tools/list", cursor=self.ask("tools/list")["nextCursor"])
+
+    def send(self, message):
+        self.popen.stdin.write(json.dumps(message).encode() + b"\n")
+        self.popen.stdin.flush()
+
+    def ask(self, method, **params):
+        self.n_asked += 1
+        self.send({"jsonrpc": "2.0", "id": self.n_asked, "method": method, "params": params})
+        answer = {}
+        while answer.get("id") != self.n_asked:
+            answer = json.loads(self.popen.stdout.readline())
+        return answer["result"]
+
+    def echo(self):
+        return self.ask("tools/call", name="echo", arguments={"text": "hi"})["content"][0]["text"]
+
+    def close(self):
+        with self.popen:
+            self.popen.stdin.close()
+
+
+class Started:
+    """What PaiCLI does for the same: fake servers that are slow to start, side by side, and their tools."""
+
+    def __init__(self, *argvs):
+        self.cancel = paicli.Cancel()
+        self.servers = paicli.McpServers(
+            paicli.McpServer(str(n), {"command": "fake"}, paicli.McpClient(paicli.StdioTransport(argv)), repr, lambda event: None)
+            for n, argv in enumerate(argvs))
+        self.tools = {tool.name: tool for tool in self.servers.tools(60, self.cancel)}
+        self.close = self.servers.close
+
+    def echo(self):
+        return self.tools["mcp__0__echo"].run({"text": "hi"}, self.cancel)
+
+
+def bench_mcp():
+    """Print what MCP costs over pipes: a call and the first answer against RawLoop's, five servers against one."""
+    import statistics
+
+    def argv(pause_s=0):
+        return [sys.executable, "-S", "-c", f"import time; time.sleep({pause_s})\n" + MCP_SOURCE, "legacy"]
+
+    def first_s(kind, *argvs):
+        before = time.perf_counter()
+        with contextlib.closing(kind(*argvs)) as client:
+            assert client.echo() == "hi"
+            return time.perf_counter() - before
+
+    def call_ms(client):
+        before = time.process_time()
+        for _ in range(50):
+            client.echo()
+        return 20 * (time.process_time() - before)
+    with contextlib.closing(Started(argv())) as client, contextlib.closing(RawLoop(argv())) as raw:
+        pairs = [(call_ms(client), call_ms(raw)) for _ in range(20)]
+    more, least = statistics.median(a - b for a, b in pairs), statistics.median(b for _, b in pairs)
+    print(f"  an MCP call over pipes     {more:6.2f} ms CPU more than the raw loop's {least:.2f} (limit 0.15)")
+    first = statistics.median(first_s(Started, argv()) / first_s(RawLoop, argv()) for _ in range(20))
+    print(f"  its first answer           {first:6.2f} times the raw loop's time (limit 1.15)")
+    five = statistics.median(first_s(Started, *map(argv, (1, 0.8, 0.6, 0.4, 0.2))) / first_s(Started, argv(1)) for _ in range(3))
+    print(f"  five slow servers ready    {five:6.2f} times the time of the slowest alone (limit 1.2)")
 
 
 JAVA = """package p{0};
