@@ -3235,7 +3235,7 @@ class Plan:
         import graphlib                                   # slow to import, so only where needed
         self.steps, self.waves = {s.id: s for s in steps}, {}       # waves: id -> number
         if len(self.steps) < len(steps):
-            raise ToolError("two steps have the same id")
+            raise ToolError("two steps have the same id; what is done keeps its own")
         graph = graphlib.TopologicalSorter({s.id: s.depends_on for s in steps})
         try:
             for id_ in graph.static_order():
@@ -3315,7 +3315,7 @@ class Planner:
             with self._lock:
                 self.agent.usage = self.agent.usage.plus(worker.usage)
         if worker.stop_reason != "done" or re.match(r"\W*FAILED\b", answer):
-            raise ToolError(answer)
+            raise ToolError(re.sub(r"^\W*FAILED\b\W*", "", answer))
         return answer
 
     def step_text(self, step: Step) -> str:
@@ -3357,7 +3357,8 @@ class Planner:
 
     def _replan(self, cancel):
         """Keep what is done, and have the rest planned anew; if that fails, the plan goes on."""
-        came = [f"{s.id} {s.state}: {clip(s.result, 2000)}" for s in self.plan.steps.values()]
+        came = [f"{s.id} {s.state}: {clip(s.result, 2000)}"
+                for s in self.plan.having("done", "rejected", "failed")]
         self._texts += [self.plan.tree(), *came, REPLAN_PROMPT]
         with contextlib.suppress(ModelError):
             self._make_plan(self.plan.having("done", "rejected"), cancel)
@@ -5093,9 +5094,9 @@ def load_plugins(app) -> list[str]:
 def load_schema(path: str) -> dict:
     """Return the JSON Schema in a file.  Raises ConfigError if it asks for more than is checked."""
     try:
-        schema = json.loads(read_text(path))
+        schema = json.loads(_bytes_of(path))
         unknown = ", ".join(sorted(_unchecked(schema)))
-    except (ValueError, TypeError, AttributeError, RecursionError) as e:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
         raise ConfigError(f"--schema {path}: not a JSON Schema: {e}") from None
     if unknown:
         raise ConfigError(f"--schema {path}: can't check {unknown}, only {', '.join(CHECKED)}")
@@ -5104,7 +5105,9 @@ def load_schema(path: str) -> dict:
 
 def _unchecked(schema):
     """What check_value would pass by in a schema."""
-    inner = [*(schema.get("properties") or {}).values(), schema.get("items") or {}]
+    inner = [*schema.get("properties", {}).values(), *filter(None, [schema.get("items")])]
+    if isinstance(schema.get("additionalProperties"), dict):
+        inner.append({"additionalProperties with a schema": ""})
     notes = {"$schema", "$id", "$comment", "title", "description", "default", "examples", "format"}
     return set(schema) - set(CHECKED) - notes | set().union(*map(_unchecked, inner))
 
