@@ -429,8 +429,9 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
         cwd, pai_home, tuple(words), settings, **numbers,
         model=settings.get("PAICLI_MODEL", Config._field_defaults["model"]),
         resume=options.get("resume") or ("last" if "continue" in options else ""),
-        clear="clear" in options, schema=options.get("schema", ""),
-        mode=next((o for o in ("team", "plan") if o in options), ""), add_dirs=tuple(os.path.join(cwd, f) for f in folders),
+        clear="clear" in options, add_dirs=tuple(os.path.join(cwd, f) for f in folders),
+        mode=next((o for o in ("team", "plan") if o in options), ""),
+        schema=os.path.join(cwd, options["schema"]) if "schema" in options else "",
         sandbox=tuple(settings.get("PAICLI_SANDBOX", Setting("", "")).value.split()),
         demo="demo" in options, json="json" in options, trace="trace" in options,
         show=next((o for o in ("help", "version") if o in options), ""),
@@ -1373,12 +1374,11 @@ CHECKED = ("type", "enum", "properties", "required", "additionalProperties", "it
 
 
 def _check_limits(schema, value, where):
+    size = len(value) if isinstance(value, (str, list)) else value
     for keyword, kind, fits in _LIMITS:
         limit = schema.get(keyword)
-        if isinstance(limit, (int, float)) and isinstance(value, kind):
-            size = value if kind == (int, float) else len(value)
-            if not fits(size, limit):
-                raise ToolError(f"{where}: its {keyword} is {limit}, this is {size}")
+        if isinstance(limit, (int, float)) and isinstance(value, kind) and not fits(size, limit):
+            raise ToolError(f"{where}: its {keyword} is {limit}, this is {size}")
     with contextlib.suppress(re.error):                   # JavaScript's patterns may be no Python
         if isinstance(value, str) and not re.search(schema.get("pattern") or "", value):
             raise ToolError(f"{where} should match {schema['pattern']}, not be {_shown(value)}")
@@ -2153,11 +2153,15 @@ class Agent:
             if self.act(reply, cancel):
                 return self._end("stagnation", "Stopped: the same calls gave the same results "
                                  "again and again. Say what to do differently.")
-            if self.token_budget and self.usage.input + self.usage.output >= self.token_budget:
+            if self.is_over_budget():
                 return self._end("tokens", f"Stopped: this turn used its {self.token_budget} "
                                  "tokens (PAICLI_TOKEN_BUDGET). Say 'go on' to continue.")
         return self._end("rounds", f"Stopped after {self.max_rounds} rounds (PAICLI_MAX_ROUNDS). "
                                    "Say 'go on' to continue.")
+
+    def is_over_budget(self) -> bool:
+        """True if this turn has used its tokens."""
+        return 0 < self.token_budget <= self.usage.input + self.usage.output
 
     def query(self, cancel: Cancel) -> Reply:
         """Ask the model for one reply.  An empty one is asked for once more."""
@@ -3252,7 +3256,7 @@ class Plan:
         for s in sorted(self.steps.values(), key=lambda s: self.waves[s.id]):
             after = f" (after {', '.join(s.depends_on)})" if s.depends_on else ""
             indent = "  " * (self.waves[s.id] - 1) + "└ " * bool(s.depends_on)
-            lines.append(f"{self.waves[s.id]:2} {indent}{MARKS[s.state]} {s.id} {s.kind}: "
+            lines.append(f"{self.waves[s.id]:2} {indent}{MARKS[s.state]} {s.id} ({s.kind}): "
                          f"{one_line(s.description, 500)}{after}")
         return "\n".join(lines)
 
@@ -3267,7 +3271,7 @@ class Plan:
 
 
 def helper(agent: Agent, who: str, prompt: str, level: int, step_id: str) -> Agent:
-    """Return an agent with a history of its own and the tools up to a level; events tell its step."""
+    """Return an agent with a history of its own and tools up to a level; events name the step."""
     def on_event(event):
         agent.on_event({**event, "step": step_id})
     toolbox = agent.toolbox.up_to(level, on_event, f"{who}, step {step_id}")
@@ -3291,12 +3295,11 @@ class Planner:
         """Plan and run the agent's last user message; True if each step is done."""
         *before, task = self.agent.memory.messages()
         self.task, said = task["content"], "\n\n".join(map(message_text, before))
-        self._texts = [f"Said before:\n{clip(said, 4 * STEP_CHARS)}", f"Task: {self.task}"]
-        self._make_plan([], cancel)
+        self._make_plan(cancel, f"Said before:\n{clip(said, 4 * STEP_CHARS)}", f"Task: {self.task}")
         self._agree(cancel)
         n_replans = 0
         try:
-            while self.plan.ready():
+            while self.plan.ready() and not self.agent.is_over_budget():
                 self._run_wave(self.plan.ready(), cancel)
                 if self.plan.having("failed") and n_replans < MAX_REPLANS:
                     n_replans += 1
@@ -3324,14 +3327,15 @@ class Planner:
         return "\n\n".join([step.description, f"This is step {step.id} of the plan:",
                             self.plan.tree(), f"The whole task: {self.task}", *results])
 
-    def _make_plan(self, kept, cancel):
-        """Have the model plan, on from the steps that are kept."""
+    def _make_plan(self, cancel, *texts, kept=()):
+        """Have the model plan with these texts, too; the steps that are kept stay."""
+        def check(value):
+            return Plan([*kept, *(Step(s["id"], s["description"], s["kind"],
+                                       s.get("depends_on", [])) for s in value["steps"])])
         self.agent.on_event({"type": "wait", "text": "📋 Planning..."})
-        self._show(ask_json(
-            self.agent, f"{self.agent.system}{self.agent.known}\n\n{PLAN_PROMPT}", self._texts,
-            PLAN_SCHEMA, cancel, check=lambda value: Plan([*kept, *(
-                Step(s["id"], s["description"], s["kind"], s.get("depends_on", []))
-                for s in value["steps"])])))
+        self._texts += texts
+        prompt = f"{self.agent.system}{self.agent.known}\n\n{PLAN_PROMPT}"
+        self._show(ask_json(self.agent, prompt, self._texts, PLAN_SCHEMA, cancel, check=check))
 
     def _show(self, plan):
         self.plan, steps = plan, [s._asdict() for s in plan.steps.values()]
@@ -3349,19 +3353,18 @@ class Planner:
                 raise Cancelled("by you")
             if edit and edit[1] in self.plan.steps:
                 step = self.plan.steps[edit[1]]
-                self.plan.steps[edit[1]] = step._replace(description=edit[2])
+                self.plan.steps[step.id] = step._replace(description=edit[2])
                 self._show(self.plan)
             else:
-                self._texts += [self.plan.tree(), f"The person says to this plan: {word}"]
-                self._make_plan([], cancel)
+                self._make_plan(cancel, self.plan.tree(), f"The person says to this plan: {word}")
 
     def _replan(self, cancel):
         """Keep what is done, and have the rest planned anew; if that fails, the plan goes on."""
-        came = [f"{s.id} {s.state}: {clip(s.result, 2000)}"
-                for s in self.plan.having("done", "rejected", "failed")]
-        self._texts += [self.plan.tree(), *came, REPLAN_PROMPT]
+        kept = self.plan.having("done", "rejected")
+        came = [f"{s.id} {s.state}: {clip(s.result, STEP_CHARS // 4)}"
+                for s in [*kept, *self.plan.having("failed")]]
         with contextlib.suppress(ModelError):
-            self._make_plan(self.plan.having("done", "rejected"), cancel)
+            self._make_plan(cancel, self.plan.tree(), *came, REPLAN_PROMPT, kept=kept)
 
     def _move(self, step, state, result=""):
         self.plan.steps[step.id] = step._replace(state=state, result=result)
@@ -3395,6 +3398,7 @@ class Planner:
         try:
             result = self.attempt(worker, self.step_text(step), cancel)
         except (ToolError, ModelError) as e:
+            worker.on_event({"type": "notice", "text": f"{step.id} failed and tries again: {e}"})
             result = self.attempt(worker, f"That failed: {e}\nTry once more, another way.", cancel)
         return self._judge(worker, step, result, cancel)
 
@@ -4969,7 +4973,18 @@ def list_sessions(app, arguments: str) -> str:
 
 def resume_session(app, arguments: str) -> str:
     """[ID]  Go on with the last conversation, or with that one."""
-    return app.memory.resume(arguments or "last")
+    goes_on = app.memory.resume(arguments or "last")
+    return "\n".join([goes_on, *plan_so_far(app.memory.messages())])
+
+
+def plan_so_far(messages: list[dict]) -> list[str]:
+    """Return what is known of each step that the last turn ran: "step b: Error: ... ended"."""
+    turn = messages[max((i for i, m in enumerate(messages) if m["role"] == "user"), default=0):]
+    results = {m["tool_call_id"]: m["content"] for m in turn if m["role"] == "tool"}
+    calls = [(c["id"], c["function"]) for m in turn for c in m.get("tool_calls") or ()]
+    return [f"  step {json.loads(called['arguments']).get('id')}: "
+            f"{one_line(results.get(id_, ''), 100)}"
+            for id_, called in calls if called["name"] == "run_step"]
 
 
 def show_context(app, arguments: str) -> str:
@@ -5430,7 +5445,7 @@ class App:
         self.notices = list(config.notices)               # what to tell the person at the start
         self.trace, self.is_over = config.trace, False    # is_over: the person wants to leave
         self.mode = config.mode          # of the next turn: "plan", "team" or ""
-        self.schema = load_schema(os.path.join(config.cwd, config.schema)) if config.schema else {}
+        self.schema = load_schema(config.schema) if config.schema else {}
         self.plugin_names = []           # tools that came from the person's own files
         self.project_notes = ""          # AGENTS.md or CLAUDE.md of the folder
         self.http = Http(config.proxies)
@@ -5550,7 +5565,7 @@ def build(config: Config) -> App:
     toolbox.add(tools_in(CodeTools(app.index)))
     app.notices += [app.use_model(), *load_plugins(app)]
     if config.resume:
-        app.notices.append(app.memory.resume(config.resume))
+        app.notices.append(resume_session(app, config.resume))
     return app
 
 
