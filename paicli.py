@@ -3295,7 +3295,8 @@ class Planner:
         """Plan and run the agent's last user message; True if each step is done."""
         *before, task = self.agent.memory.messages()
         self.task, said = task["content"], "\n\n".join(map(message_text, before))
-        self._make_plan(cancel, f"Said before:\n{clip(said, 4 * STEP_CHARS)}", f"Task: {self.task}")
+        self._make_plan(cancel, "Said before: " + (clip(said, 4 * STEP_CHARS) or "nothing"),
+                        "Task: " + self.task)
         self._agree(cancel)
         n_replans = 0
         try:
@@ -3415,8 +3416,8 @@ class Planner:
 # A role is a prompt and a subset of the tools.  The planner has none and writes the plan; a worker
 # has those of its step's kind; the reviewer has those that read, and looks for itself.
 # In: a step and its result.  Out: its state, and the result with what is still wrong with it.
-# Trap: a reviewer that is never content.  After the second return the rest of the plan goes on,
-# and the answer has to say what was not approved.
+# Trap: a reviewer that is never content, or gives no verdict.  Then the step is marked, the rest of
+# the plan goes on, and the answer has to say what was not approved.
 # Simplified: one reviewer, the same model in another role; products let another model judge.
 # Tests: TestTeam (exercise, 1 of 3 stars).  Try: /team TASK.
 
@@ -3443,7 +3444,10 @@ class Team:
     def judge(self, worker: Agent, step: Step, result: str, cancel: Cancel) -> tuple[str, str]:
         """Return a step's state, done or rejected, and its result, after all reviews."""
         for n_left in range(MAX_RETURNS, -1, -1):
-            issues = self.review(step, result, cancel)
+            try:
+                issues = self.review(step, result, cancel)
+            except (ToolError, ModelError) as e:          # the work may be good all the same
+                return "rejected", f"NOT REVIEWED: {e}\n\n{result}"
             if not issues:
                 return "done", result
             if n_left:

@@ -2708,12 +2708,13 @@ class TestTeam(Case):
         self.turn({"a": [reply_of(call("look"), call("change"), call("start")), self.verdict()], "b": [self.verdict()]}, plan=plan_of("a execute", "b read a"))
         self.assertEqual([True, False, False], [e["ok"] for e in self.events if e["type"] == "result"])
 
-    def test_a_verdict_that_says_nothing_is_asked_for_again(self):
+    def test_a_verdict_that_says_nothing_is_asked_for_again_then_the_step_is_marked(self):
         no_reason = '{"approved": false, "issues": []}'
-        self.assertTrue(self.turn({"a": ["Looks fine to me."], "b": [no_reason]}) is False)
-        self.assertEqual({"a": "failed", "b": "skipped"}, self.states())
-        cast_reviews = {"a": ["Looks fine to me.", self.verdict()], "b": [no_reason, self.verdict()]}
-        self.assertTrue(self.turn(cast_reviews))
+        self.assertTrue(self.turn({"a": ["Looks fine to me.", self.verdict()], "b": [no_reason, self.verdict()]}))
+        self.assertFalse(self.turn({"a": ["Looks fine to me."], "b": [no_reason]}, {"a": ["A is 7."]}))
+        self.assertEqual({"a": "rejected", "b": "rejected"}, self.states())
+        self.assertEqual("NOT REVIEWED: the model's answer can't be used: there is no JSON in it\n\nA is 7.", self.team.planner.plan.steps["a"].result)
+        self.assertEqual((1, 2), (len(self.cast.texts("a")), len(self.cast.texts("review a"))))
 
 
 # ---- 12 --------------------------------------------------------------------------------------------
