@@ -3163,7 +3163,7 @@ MARKS = {"waiting": "·", "running": "▶", "done": "✅", "rejected": "⚠️",
 PLAN_SCHEMA = {"type": "object", "required": ["steps"], "properties": {"steps": {
     "type": "array", "minItems": 1, "maxItems": MAX_STEPS, "items": {
         "type": "object", "required": ["id", "description", "kind"], "properties": {
-            "id": {"type": "string", "pattern": r"^[\w.-]{1,20}$"},
+            "id": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,20}$"},
             "description": {"type": "string", "minLength": 1},
             "kind": {"enum": list(LEVELS.values())},
             "depends_on": {"type": "array", "items": {"type": "string"}}}}}}}
@@ -4882,7 +4882,7 @@ def commands() -> dict[str, Callable]:
 
 def run_command(app, line: str) -> str:
     """Run "/name arguments" and return its text.  Raises ConfigError for an unknown name."""
-    name, _, arguments = line.strip().partition(" ")
+    name, arguments = (line.split(None, 1) + [""])[:2]    # a pasted one may go on below
     table = commands()
     if name not in table:
         raise ConfigError(f"no command {name}{did_you_mean(name, table) or '; see /help'}")

@@ -3728,7 +3728,7 @@ class TestCommands(Case):
             self.assertEqual("All done.", app.run_turn("And now?"))
             self.assertEqual(requests + ["answer"], [who for who, _ in app.agent.model.sent])
             app.agent.model.sent.clear()
-            self.assertEqual("All done.", paicli.run_command(app, name + " Build it."))
+            self.assertEqual("All done.", paicli.run_command(app, name + "\nBuild it."))
             self.assertEqual(requests, [who for who, _ in app.agent.model.sent])
 
     def test_what_became_of_a_plan_is_told_when_its_conversation_goes_on(self):
