@@ -3218,7 +3218,7 @@ def ask_json(agent: Agent, prompt: str, texts: list[str], schema: dict, cancel: 
         except ToolError as e:
             wrong = f"the model's answer can't be used: {e}"
         texts, said = [*texts, f"Your answer:\n{clip(said, STEP_CHARS)}", f"No: {wrong}"], ""
-    raise ModelError(wrong, "json")
+    raise ModelError(f"{wrong} (asked twice; another model may do better: --model)", "json")
 
 
 class Step(NamedTuple):
