@@ -39,6 +39,11 @@ The map.  A section uses only what stands above it, so read from the top:
    15. SEARCH TERMS    words of code and of questions, in four languages, as the same terms
    16. EMBEDDINGS      vectors from Ollama and OpenAI-compatible servers
    17. CODE INDEX      SQLite: by words and by vectors, one ranking, the graph
+  Tools of other programs
+   18. JSON-RPC        calls between two programs, over any transport
+   19. MCP TRANSPORTS  a server as a child process, or behind a URL
+   20. OAUTH           logins for servers behind a URL: discovery, PKCE, tokens
+   21. MCP             the client for both protocols, mcp.json, servers, their tools
   For people
    22. COMMANDS        /help and its friends, each a small function
    23. TERMINAL        drawing, typing, questions, build() and main()
@@ -106,8 +111,10 @@ class Cancelled(PaiError): """The turn was stopped, by the person or by a time l
 class HttpError(PaiError):
     """A request failed.  `status` is 0 when there was no answer at all."""
 
-    def __init__(self, status: int, body: str, host: str = "", retry_after_s: float | None = None):
+    def __init__(self, status: int, body: str, host: str = "", retry_after_s: float | None = None,
+                 headers=None):
         self.status, self.body, self.host, self.retry_after_s = status, body, host, retry_after_s
+        self.headers = headers           # of the reply, if there was one
         said = one_line(body) or "(empty answer)"
         super().__init__(f"{host}: {said}" if not status else f"HTTP {status} from {host}: {said}")
 
@@ -118,6 +125,14 @@ class ModelError(PaiError):
     def __init__(self, message: str, code: str = "", is_temporary: bool = False,
                  retry_after_s: float | None = None):
         self.code, self.is_temporary, self.retry_after_s = code, is_temporary, retry_after_s
+        super().__init__(message)
+
+
+class McpError(PaiError):
+    """An MCP server refused, or is gone.  `code` is JSON-RPC's, or ours: "closed", "silent"."""
+
+    def __init__(self, message: str, code: int | str = 0, data=None):
+        self.code, self.data = code, data
         super().__init__(message)
 
 
@@ -530,14 +545,15 @@ class HttpReply:
             return json.loads(body)
         raise HttpError(self.status, body, self.host)
 
-    def events(self) -> Iterator[tuple[str, str]]:
+    def events(self, marks: dict | None = None) -> Iterator[tuple[str, str]]:
         """Yield each server-sent event as (event, data)."""
-        return sse_events(iter(lambda: self._reply.readline(MAX_LINE_BYTES), b""))
+        return sse_events(iter(lambda: self._reply.readline(MAX_LINE_BYTES), b""), marks)
 
 
-def sse_events(lines: Iterable[bytes]) -> Iterator[tuple[str, str]]:
+def sse_events(lines: Iterable[bytes], marks: dict | None = None) -> Iterator[tuple[str, str]]:
     """Parse server-sent events: b"data: a\\n", b"data: b\\n", b"\\n" -> ("message", "a\\nb").
 
+    `marks` is given the last "id" and "retry": from where and when a broken stream can go on.
     An event that ends with the stream is given too; whoever parses its data notices if it was cut.
     Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
     """
@@ -549,6 +565,8 @@ def sse_events(lines: Iterable[bytes]) -> Iterator[tuple[str, str]]:
             data.append(value.removeprefix(" "))
         elif field == "event":
             name = value.removeprefix(" ")
+        elif field in ("id", "retry") and marks is not None:
+            marks[field] = value.removeprefix(" ")
         elif not line:
             if data:
                 yield name or "message", "\n".join(data)
@@ -657,8 +675,8 @@ class Http:
 
     def json(self, method: str, url: str, payload=None, headers: dict | None = None,
              cancel: Cancel | None = None, timeout_s: float = READ_TIMEOUT_S):
-        """Send `payload` as JSON and return the reply's JSON.  Raises HttpError."""
-        body = None if payload is None else json_bytes(payload)
+        """Send `payload` as JSON (bytes as they are); return the reply's.  Raises HttpError."""
+        body = payload if payload is None or isinstance(payload, bytes) else json_bytes(payload)
         kind = {"Content-Type": "application/json", "Accept": "application/json"}
         with self.open(method, url, body, {**kind, **(headers or {})}, cancel, timeout_s) as reply:
             return reply.json()
@@ -689,7 +707,8 @@ def _refusal(reply, host):
     if reply.status < 400:
         text = f"moved to {reply.headers.get('Location')}: correct the URL"
     after = reply.headers.get("Retry-After", "")
-    return HttpError(reply.status, text, host, float(after) if after.isdecimal() else None)
+    return HttpError(reply.status, text, host, float(after) if after.isdecimal() else None,
+                     reply.headers)
 
 
 def _why(error, url, proxy):
@@ -3876,18 +3895,22 @@ def source_files(root: str, cancel: Cancel | None = None) -> Iterator[tuple[str,
         mine = [ignore_rule(line.strip(), folder) for line in lines
                 if line.strip() and not line.startswith("#")]
         rules = (*reversed(mine), *rules)                 # the last that matches counts
-        with contextlib.suppress(OSError):                # a folder that is not ours to read
-            for entry in sorted(os.scandir(os.path.join(root, folder)), key=lambda e: e.name):
-                is_folder = entry.is_dir(follow_symlinks=False)
-                path = folder + entry.name + "/" * is_folder
-                if next((excludes for rule, excludes in rules if rule.fullmatch(path)), False):
-                    continue
-                if is_folder and _is_worth_a_look(path):
-                    todo.append((path, rules))
-                elif (entry.is_file(follow_symlinks=False) and path.endswith(SOURCE_SUFFIXES)
-                      and path == clean(path)):           # a name that is no Unicode can't be kept
-                    with contextlib.suppress(OSError):    # gone a moment later
-                        yield path, entry.stat(follow_symlinks=False)
+        for path, entry in _entries(root, folder):
+            if next((excludes for rule, excludes in rules if rule.fullmatch(path)), False):
+                continue
+            if path.endswith("/") and _is_worth_a_look(path):
+                todo.append((path, rules))
+            elif (entry.is_file(follow_symlinks=False) and path.endswith(SOURCE_SUFFIXES)
+                  and path == clean(path)):               # a name that is no Unicode can't be kept
+                with contextlib.suppress(OSError):        # gone a moment later
+                    yield path, entry.stat(follow_symlinks=False)
+
+
+def _entries(root, folder):
+    """Yield (path, os.DirEntry) by name; nothing of a folder that is not ours to read."""
+    with contextlib.suppress(OSError):
+        for entry in sorted(os.scandir(os.path.join(root, folder)), key=lambda e: e.name):
+            yield folder + entry.name + "/" * entry.is_dir(follow_symlinks=False), entry
 
 
 def _is_worth_a_look(folder):
@@ -4855,6 +4878,1216 @@ class CodeTools:
 
 
 # =============================================================================
+# 18. JSON-RPC
+# =============================================================================
+# Two programs call each other's functions: one message for a call, one for its answer.
+#
+#     request(method) --> {"id": 1, "method"} --> transport ~~> the other side
+#            result   <-- {"id": 1, "result"} <-- transport <~~
+#
+# In: a transport, with start(on_message, on_close), send(message, cancel) and close().  Out: what
+# the other side answers, or McpError.  Both sides may ask, and a notification wants no answer.
+# Trap: answers come in any order, late, twice, with ids that nobody gave, or never.  So each
+# request waits at a queue of its own, known by its id; whatever fits none is dropped.
+# Simplified: nothing is sent in batches, and of a message only what is needed is checked.
+# Tests: TestJsonRpc (exercise, 2 of 3 stars).
+
+MAX_RENEWALS = 10                        # a request that reports progress may take so many times
+#                                          as long as one that is silent
+
+
+def refuse_request(method: str, params: dict) -> dict:
+    """Answer a request that nobody serves."""
+    raise McpError(f"there is no method {method!r}", -32601)
+
+
+class Peer:
+    """One end of a JSON-RPC 2.0 connection: it asks, and it answers."""
+
+    def __init__(self, transport):
+        self.on_request = refuse_request                  # (method, params) -> result
+        self.on_notification = lambda method, params: None
+        self.closed = ""                 # why it is closed; "" as long as it is not
+        self._transport, self._ids = transport, itertools.count(1)
+        self._served = set()             # ids of what the other side waits for, maybe for a person
+        self._waiting = {}               # id of a request, as text -> the queue for its answer
+        transport.start(self._receive, self._on_close)
+
+    def request(self, method: str, params: dict | None = None, timeout_s: float | None = 60,
+                cancel: Cancel | None = None) -> dict:
+        """Return the result.  Raises McpError, Cancelled, or what the transport fails with.
+
+        `timeout_s` bounds the silence.  Params with a _meta get the id as its progressToken.
+        """
+        id_, answers, flight = next(self._ids), queue.SimpleQueue(), Cancel()
+        cancel, params = cancel or Cancel(), dict(params or {})
+        if "_meta" in params:
+            params["_meta"] = {**params["_meta"], "progressToken": id_}
+        self._waiting[str(id_)] = answers
+        try:
+            if self.closed:
+                raise McpError(self.closed, "closed")
+            message = {"jsonrpc": "2.0", "id": id_, "method": method, "params": params}
+            with cancel.on_set(lambda: answers.put(None)):
+                self._transport.send(message, flight)
+                return _result(self._answer(answers, timeout_s, cancel))
+        except (queue.Empty, Cancelled) as e:
+            flight.set()                 # the transport lets go of it, and the server hears of it
+            if method != "initialize" and not self.closed:
+                self.notify("notifications/cancelled", {"requestId": id_, "reason": "not needed"})
+            if isinstance(e, Cancelled):
+                raise
+            raise McpError(f"no answer to {method} in {timeout_s:g} s", "silent") from None
+        finally:
+            del self._waiting[str(id_)]
+
+    def _answer(self, answers, timeout_s, cancel):
+        latest, message = time.monotonic() + MAX_RENEWALS * (timeout_s or 0), None
+        while message is None:           # cancelled, or still worked on
+            try:
+                message = answers.get(timeout=timeout_s)
+            except queue.Empty:
+                if not self._served:
+                    raise
+            cancel.check()
+            if message is None and time.monotonic() > latest and not self._served:
+                raise queue.Empty
+        return message
+
+    def renew(self, id_) -> None:
+        """Let the request of this id wait anew: it is still worked on."""
+        waiting = self._waiting.get(str(id_))
+        if waiting:
+            waiting.put(None)
+
+    def notify(self, method: str, params: dict | None = None) -> None:
+        """Tell the other side something; nothing is raised if it can't be reached."""
+        with contextlib.suppress(PaiError):
+            self._transport.send({"jsonrpc": "2.0", "method": method, "params": params or {}},
+                                 Cancel())
+
+    def close(self) -> None:
+        """Close the connection; requests that wait fail."""
+        self._transport.close()
+        self._on_close(self.closed or "the connection was closed")
+
+    def _on_close(self, why):
+        self.closed = why
+        for answers in list(self._waiting.values()):
+            answers.put({"error": McpError(why, "closed")})
+
+    def _receive(self, message):
+        """Take a message, or a list of them as MCP had in 2025-03-26; noise passes by."""
+        for m in message if isinstance(message, list) else [message]:
+            if not isinstance(m, dict) or "jsonrpc" not in m:
+                continue
+            if "method" not in m:
+                waiting = self._waiting.get(str(m.get("id")))
+                if waiting:
+                    waiting.put(m)
+            elif "id" not in m:
+                self.on_notification(m["method"], m.get("params") or {})
+            elif self.on_request:        # it may ask a person, and the next message is coming
+                Job("rpc", self._serve, m)
+
+    def _serve(self, message):
+        self._served.add(message["id"])
+        job = Job("rpc-request", self.on_request, message["method"], message.get("params") or {})
+        error, answer = job.error(), {"jsonrpc": "2.0", "id": message["id"]}
+        if error:
+            code = getattr(error, "code", 0)
+            answer["error"] = {"code": code if isinstance(code, int) and code else -32603,
+                               "message": str(error)}
+        else:
+            answer["result"] = job.wait()
+        self._served.discard(message["id"])
+        with contextlib.suppress(PaiError):
+            self._transport.send(answer, Cancel())
+
+
+def _result(answer):
+    """-> the result of an answer.  Its error may be an exception: the transport's own."""
+    error = answer.get("error")
+    if isinstance(error, PaiError):
+        raise error
+    if isinstance(error, dict):
+        said = one_line(str(error.get("message") or "no reason given"), 1000)
+        raise McpError(f"{said} (code {error.get('code')})", error.get("code"), error.get("data"))
+    if not isinstance(answer.get("result"), dict):
+        raise McpError(f"this is no result: {_shown(answer)}")
+    return answer["result"]
+
+
+# =============================================================================
+# 19. MCP TRANSPORTS
+# =============================================================================
+# How messages reach an MCP server: through the pipes of a child process, or by HTTP.
+#
+#     StdioTransport:  {...}\n --> stdin  [server]  stdout --> {...}\n      stderr --> log
+#     HttpTransport:   POST {...} --> [server] --> {...}, or events: {...} {...} the answer
+#
+# Both have start(on_message, on_close), send(message, cancel), recover(error, cancel), close().
+# Trap: a server may print banners on stdout, write megabytes to stderr, leave grandchildren, or
+# die in the middle of a line; an HTTP stream may end early and be fetched on by its last event id.
+# Simplified: stdio has no limit on how much may wait to be written; the HTTP+SSE transport of 2024
+# is not spoken.  Source: https://modelcontextprotocol.io/specification
+# Tests: TestMcpTransports (exercise, 3 of 3 stars).
+
+LOG_LINES = 200
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_DEPTH = 200                          # of a JSON value; Python's parser fails at some thousand
+CLOSE_WAIT_S = 1.0                       # for a server to end once its stdin is closed
+META = "io.modelcontextprotocol/"        # what the keys of a modern request's _meta begin with
+
+
+def parse_message(text: str):
+    """Return the JSON value of a text, None for noise; what is nested over MAX_DEPTH is null."""
+    found = _json(text)
+    if found is not None or not text.startswith("{"):
+        return found
+    kept, depth, start = [], 0, 0
+    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[][{}]', text):
+        depth += token[0] in ("[", "{")
+        if depth == MAX_DEPTH and token[0] in ("[", "{"):
+            kept.append(text[start:token.start()] + "null")
+        elif depth == MAX_DEPTH and token[0] in ("]", "}"):
+            start = token.end()
+        depth -= token[0] in ("]", "}")
+    return _json("".join(kept) + text[start:])
+
+
+class StdioTransport:
+    """A server as a child process: a message is a line of JSON."""
+
+    def __init__(self, argv: list[str], env: dict | None = None, cwd: str | None = None):
+        self.argv, self.env, self.cwd = argv, env, cwd
+        self.log = collections.deque(maxlen=LOG_LINES)    # its stderr, and noise of its stdout
+        self.popen = None
+
+    def start(self, on_message: Callable, on_close: Callable[[str], None]) -> None:
+        """Start the process, anew if there was one.  Raises McpError if it can't be."""
+        argv, group = self.argv, {"start_new_session": True}
+        if WINDOWS:                      # npx is npx.cmd there
+            import shutil                                 # slow to import, so only where needed
+            argv, group = [shutil.which(argv[0]) or argv[0], *argv[1:]], {"creationflags": 0x200}
+        try:
+            self.popen = subprocess.Popen(
+                argv, env=self.env, cwd=self.cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, **group)
+        except (OSError, ValueError) as e:
+            raise McpError(f"{argv[0]} could not be started: {e}", "closed") from None
+        self._outbox = queue.SimpleQueue()
+        Job("mcp-stdin", self._write, self.popen.stdin, self._outbox)
+        logger = Job("mcp-stderr", self._drain, self.popen.stderr)
+        Job("mcp-stdout", self._read, self.popen, logger, on_message, on_close)
+
+    def send(self, message: dict, cancel: Cancel) -> None:
+        """Have a message written; this never waits, whether the server reads or not."""
+        self._outbox.put(json_bytes(message) + b"\n")
+
+    def recover(self, error: PaiError, cancel: Cancel | None) -> bool:
+        """Return whether to send again after this error: never, a pipe can't be mended."""
+        return False
+
+    def _write(self, pipe, outbox):
+        with contextlib.suppress(OSError), pipe:          # the server may be gone
+            for data in iter(outbox.get, None):
+                pipe.write(data)
+                pipe.flush()
+
+    def _drain(self, pipe):
+        with pipe:
+            for line in iter(lambda: pipe.readline(10000), b""):
+                self.log.append(line.decode("utf-8", "replace").rstrip())
+
+    def _read(self, popen, logger, on_message, on_close):
+        with popen.stdout as pipe:
+            for line in iter(lambda: pipe.readline(MAX_MESSAGE_BYTES), b""):
+                if len(line) == MAX_MESSAGE_BYTES:
+                    self.log.append("a line without an end")
+                    break
+                message = parse_message(line.decode("utf-8-sig", "replace"))
+                if isinstance(message, (dict, list)):
+                    on_message(message)
+                else:
+                    self.log.append("stdout: " + one_line(line.decode("utf-8", "replace")))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            popen.wait(0.5)
+        with contextlib.suppress(TimeoutError):
+            logger.wait(timeout_s=0.2)
+        code = popen.poll()
+        how = "closed its output" if code is None else \
+            f"exited (signal {-code})" if code < 0 else f"exited (code {code})"
+        on_close(": ".join(filter(None, [f"the server {how}", "\n".join(list(self.log)[-4:])])))
+        if has_group(popen):
+            kill_tree(popen)
+
+    def close(self) -> None:
+        """Stop the server and its children: close stdin, then TERM, then KILL."""
+        if self.popen:
+            self._outbox.put(None)
+            latest = time.monotonic() + CLOSE_WAIT_S
+            while has_group(self.popen) and time.monotonic() < latest:
+                time.sleep(0.005)
+            if has_group(self.popen):
+                kill_tree(self.popen)
+                self.popen.wait(GRACE_S)
+
+
+class HttpTransport:
+    """A server behind a URL ("Streamable HTTP"): each message is a POST, each request a thread."""
+
+    def __init__(self, http: Http, url: str, headers: dict | None = None, auth=None):
+        self.http, self.url, self.headers = http, url, headers or {}
+        self.auth = auth                 # section 20: header(url), on_refusal(url, status, ...)
+        self.log = collections.deque(maxlen=LOG_LINES)
+        self.param_paths = {}            # tool -> {header: where in its arguments the value is}
+        self.version = self._session = ""                 # as initialize agreed on, if it was sent
+        self._closing = Cancel()
+
+    def start(self, on_message: Callable, on_close: Callable[[str], None]) -> None:
+        """Begin a connection, though nothing is sent yet."""
+        self._closing.set("begun anew")
+        self._on_message, self._closing = on_message, Cancel()
+        self.version = self._session = ""
+
+    def send(self, message: dict, cancel: Cancel) -> None:
+        """Send a message; a request's answer comes by on_message.  Raises HttpError, Cancelled."""
+        if "id" in message and "method" in message:
+            Job("mcp-http", self._exchange, message, cancel)
+        elif self.version or message.get("method") != "notifications/cancelled":
+            # In the modern protocol a request is cancelled by letting go of it.
+            self._receive("POST", message, {}, cancel, 10)
+
+    def recover(self, error: PaiError, cancel: Cancel | None) -> bool:
+        """Return whether to send again: after initialize if `version` is "", with a new token."""
+        if self._has_lost_session(error):
+            self.version = ""
+            return True
+        status = getattr(error, "status", 0)
+        return bool(self.auth and status in (401, 403) and self.auth.on_refusal(
+            self.url, status, ", ".join(error.headers.get_all("WWW-Authenticate", ())), cancel))
+
+    def _has_lost_session(self, error):
+        status, body = getattr(error, "status", 0), getattr(error, "body", "")
+        return self.version and self._session and (
+            status == 404 or status == 400 and "session" in body.lower())
+
+    def _exchange(self, message, cancel):
+        """Send a request and hand on what comes for it, the answer last."""
+        marks = {}                       # where the stream can be gone on with, if it ends early
+        try:
+            answer = self._receive("POST", message, marks, cancel)
+            while answer is None and "id" in marks and self.version:
+                wait_ms = marks.get("retry", "")
+                cancel.sleep(int(wait_ms) / 1000 if wait_ms.isdecimal() else 1)
+                answer = self._receive("GET", message, marks, cancel)
+            if answer is None:
+                raise McpError("the answer broke off", "closed")
+        except PaiError as e:
+            body = parse_message(getattr(e, "body", ""))  # an error in it says more than the status
+            is_more = _get(body, "error", dict) and e.status not in (401, 403)
+            answer = body if is_more and not self._has_lost_session(e) else {"error": e}
+        self._on_message({"jsonrpc": "2.0", **answer, "id": message["id"]})
+
+    def _receive(self, method, message, marks, cancel, timeout_s=READ_TIMEOUT_S):
+        """-> the answer to a message, or None if the reply ends without one."""
+        body, headers = None, self._headers(message)
+        if method == "POST":
+            body = json_bytes(message)
+        elif "id" in marks:
+            headers["Last-Event-ID"] = marks["id"]
+        try:
+            with self.http.open(method, self.url, body, headers, cancel, timeout_s) as reply:
+                return self._read(method, message, marks, reply)
+        except HttpError as e:
+            if e.status or "id" not in marks:
+                raise
+            return None                  # it broke off, as streams may
+
+    def _read(self, method, message, marks, reply):
+        if message.get("method") == "initialize":
+            self._session = reply.headers.get("Mcp-Session-Id", "")
+        kind = reply.headers.get_content_type()
+        if kind == "application/json" and "method" in message:
+            found = parse_message(reply.read().decode("utf-8", "replace"))
+            return found if isinstance(found, dict) else None
+        if kind != "text/event-stream" and method == "GET":
+            raise McpError("there is no stream")
+        for _, data in reply.events(marks) if kind == "text/event-stream" else ():
+            found = parse_message(data)
+            if isinstance(found, dict) and "method" not in found and str(
+                    found.get("id")) == str(message.get("id", "")):
+                return found             # Http reads on, to keep the connection
+            self._on_message(found)
+        return None
+
+    def listen(self) -> None:
+        """Hear what an older server says of itself, until close(); many don't offer that."""
+        wait_s = 1
+        with contextlib.suppress(PaiError):
+            while True:
+                self._receive("GET", {}, {}, self._closing, 3600)
+                self._closing.sleep(wait_s)
+                wait_s = min(60, 2 * wait_s)
+
+    def _headers(self, message):
+        params = message.get("params") or {}
+        version = (params.get("_meta") or {}).get(META + "protocolVersion")
+        headers = {"Content-Type": "application/json", **self.headers,
+                   "Accept": "application/json, text/event-stream"}
+        if self.auth:
+            headers["Authorization"] = self.auth.header(self.url) or None
+        if version:                      # modern: proxies on the way want to read these
+            name = params.get("name", params.get("uri"))
+            headers.update({"MCP-Protocol-Version": version, "Mcp-Method": message["method"]})
+            headers["Mcp-Name"] = None if name is None else header_value(name)
+            for header, path in self.param_paths.get(name, {}).items():
+                value = functools.reduce(lambda v, key: v and v.get(key), path,
+                                         params.get("arguments"))
+                headers["Mcp-Param-" + header] = None if value is None else header_value(value)
+        elif self.version:
+            headers.update({"MCP-Protocol-Version": self.version,
+                            "Mcp-Session-Id": self._session or None})
+        return {k: v for k, v in headers.items() if v is not None}
+
+    def close(self) -> None:
+        """End the session, if the server is there to hear it."""
+        self._closing.set("closed")
+        if self._session:
+            with contextlib.suppress(PaiError), self.http.open(
+                    "DELETE", self.url, None, self._headers({}), None, 2):
+                self._session = ""
+
+
+def header_value(value) -> str:
+    """Return a string, number or bool as a header's value, coded if it is not plain ASCII.
+
+    "us-east" -> "us-east";  True -> "true";  "Łódź" -> "=?base64?xYHDs2TFug==?="
+    """
+    text = value if isinstance(value, str) else json.dumps(value)
+    if re.fullmatch(r"(?!=\?base64\?)(?! )[ -~]*(?<! )", text):
+        return text
+    return f"=?base64?{base64.b64encode(text.encode('utf-8', 'replace')).decode()}?="
+
+
+def header_params(schema) -> dict[str, tuple]:
+    """Return {header: path in the arguments} of each x-mcp-header in a tool's schema.
+
+    Raises ValueError for one that can't be a header; the whole tool is unusable then.
+    """
+    found = {}
+    for name, path in _marked(schema, (), True):
+        if name.lower() in map(str.lower, found):
+            raise ValueError(f"two arguments are the header {name}")
+        found[name] = path
+    return found
+
+
+def _marked(schema, path, is_plain):
+    if isinstance(schema, list):
+        schema = dict(enumerate(schema))
+    if not isinstance(schema, dict):
+        return
+    if "x-mcp-header" in schema:
+        name, kind = schema["x-mcp-header"], schema.get("type")
+        is_token = isinstance(name, str) and re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name)
+        if not (is_token and is_plain and kind in ("string", "integer", "boolean")):
+            raise ValueError(f"x-mcp-header {name!r} can't be a header")
+        yield name, path
+    for key, value in schema.items():
+        if key == "properties" and is_plain and isinstance(value, dict):
+            for name, inner in value.items():
+                yield from _marked(inner, (*path, name), True)
+        elif key not in ("x-mcp-header", "enum", "const", "default", "examples"):
+            yield from _marked(value, path, False)
+
+
+# =============================================================================
+# 20. OAUTH
+# =============================================================================
+# A server that answers 401 wants a token, and the way to one is a chain of documents:
+#
+#     401 --> its resource metadata --> its issuer's metadata --> a client id --> browser --> token
+#
+# In: the URL and WWW-Authenticate of what was refused.  Out: a better header, if there is one.
+# Trap: strangers wrote all of it.  The resource must be the server itself; the issuer must be the
+# one that was named, also when it answers; what one issuer gave is never shown to another.
+# "oauth" in mcp.json may have clientId, clientSecret, clientMetadataUrl, callbackPort, grantType.
+# Simplified: one browser at a time; tokens are renewed when refused, not before; never revoked.
+# Tests: TestOauth (exercise, 3 of 3 stars).  Source: modelcontextprotocol.io, Authorization.
+
+LOGIN_TIMEOUT_S = 300                    # a person looks for a password
+DOCUMENT_TIMEOUT_S = 10
+CALLBACK_PORT = 47116                    # fixed, as some issuers compare it
+CLIENT_AUTH = ("client_secret_basic", "client_secret_post", "none")      # the first that is offered
+
+
+def parse_challenge(www_authenticate: str | None) -> dict:
+    """Return a header's Bearer part: 'Bearer scope="a b", error=x' -> {"scope": "a b", ...}."""
+    bearer = re.sub("(?is)^.*?bearer ", "", www_authenticate or "", count=1)
+    pairs = re.findall(r'([\w-]+)\s*=\s*(?:"([^"]*)"|([^\s,"]+))', bearer)
+    return {name.lower(): quoted or plain for name, quoted, plain in pairs}
+
+
+def choose_scope(before: str, challenge: dict, resource: dict, issuer: dict) -> str:
+    """Return what was asked for before and what is missing, or else all the resource has."""
+    asked = f"{before} {challenge.get('scope', '')}".split() or resource.get("scopes_supported", [])
+    asked = [scope for scope in asked if scope != "offline_access"]
+    if asked and "offline_access" in issuer.get("scopes_supported", []):
+        asked.append("offline_access")                    # it gives a refresh token
+    return " ".join(dict.fromkeys(asked))
+
+
+def well_known(url: str, name: str) -> str:
+    """Return where a document about a URL is: https://a.b/c -> https://a.b/.well-known/NAME/c."""
+    parts = urllib.parse.urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}/.well-known/{name}{parts.path.rstrip('/')}"
+
+
+def _endpoint(issuer, name):
+    """-> a URL that may get secrets, or be opened in a browser: https, or on this machine."""
+    url = str(issuer.get(name))
+    if not re.fullmatch(r"(https://|http://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?/)[!-~]*", url):
+        raise PaiError(f"{issuer['issuer']} has no safe {name}: {url}")
+    return url
+
+
+class OAuth:
+    """The tokens of all MCP servers: sent with requests, renewed when a server refuses one."""
+
+    def __init__(self, http: Http, path: str, authorize: Callable[[str, Cancel], dict]):
+        self.settings = {}               # URL -> "oauth" of that server in mcp.json
+        self.authorize = authorize       # (page, cancel) -> parameters of the URL it leads to
+        self._http, self._path = http, path
+        self._renewing = collections.defaultdict(threading.Lock)         # URL -> its lock
+        self._records = {}               # URL -> {issuer, client, resource, scope, token}
+        self._lock = threading.Lock()    # held while the records change
+        self._load()
+
+    def header(self, url: str) -> str | None:
+        """Return the Authorization for requests to this server, None without a token."""
+        token = self._records.get(url, {}).get("token")
+        return token and "Bearer " + token["access_token"]
+
+    def on_refusal(self, url: str, status: int, www_authenticate: str,
+                   cancel: Cancel | None) -> bool:
+        """Get a better token, True if the request may now pass.  Raises PaiError, Cancelled.
+
+        Without a `cancel` nobody waits for the answer, so nobody is asked to log in.
+        """
+        challenge, refused = parse_challenge(www_authenticate), self.header(url)
+        if status != 401 and challenge.get("error") != "insufficient_scope":
+            return False
+        with self._renewing[url]:        # those refused at the same time share one login
+            if cancel:
+                cancel.check()
+            self._load()                 # another process may have been faster
+            try:
+                return self.header(url) != refused or self._renew(url, challenge, cancel)
+            except (AttributeError, LookupError, TypeError, ValueError) as e:
+                raise PaiError(f"{url} wants a login that makes no sense: {e!r}") from e
+
+    def logout(self, url: str) -> None:
+        """Forget a server's token, and who we were there."""
+        self._save(url, {})
+
+    def _load(self):
+        with contextlib.suppress(ValueError, TypeError):  # no file yet, or a damaged one
+            self._records.update(json.loads(read_text(self._path)))
+
+    def _save(self, url, record):
+        with self._lock, contextlib.suppress(OSError):    # a full disk: then for this run only
+            self._load()
+            self._records[url] = record
+            atomic_write(self._path, json_bytes(self._records), 0o600)
+
+    def _renew(self, url, challenge, cancel):
+        """-> True with a better token saved, False if there is nothing better to ask for."""
+        resource, issuer = self._discover(url, challenge, cancel)
+        settings, record = self.settings.get(url, {}), self._records.get(url, {})
+        name, why = issuer["issuer"], "it registers none"
+        if record.get("issuer", name) != name:
+            if "clientId" in settings:                    # that secret is not for everybody
+                raise PaiError(f"{url} moved its login to {name}: /mcp logout, if you trust that")
+            record = {}
+        before = record.get("scope", "")
+        scope = choose_scope(before, challenge, resource, issuer)
+        if challenge.get("error") == "insufficient_scope":
+            if record and scope == before:
+                return False
+            record = {**record, "token": {}}              # to refresh it gives no more rights
+        asked = {"resource": resource["resource"], **({"scope": scope} if scope else {})}
+        for client, fields in self._ways(issuer, record, settings, scope, cancel):
+            try:
+                if "client_id" not in client:
+                    client = {**client, **self._http.json(
+                        "POST", _endpoint(issuer, "registration_endpoint"), client, None, cancel)}
+                fields = fields or self._ask(issuer, client, asked, cancel)
+                token = self._token(issuer, client, {**asked, **fields}, cancel)
+            except PaiError as e:
+                if "_client" not in str(e) and not 400 <= getattr(e, "status", 0) < 500:
+                    raise
+                why = e
+            else:
+                token["refresh_token"] = token.get("refresh_token") or fields.get("refresh_token")
+                self._save(url, {**asked, "issuer": name, "client": client, "token": token})
+                return True
+        raise PaiError(f"{name} takes no client of ours ({why}): set oauth.clientId in mcp.json")
+
+    def _discover(self, url, challenge, cancel):
+        """-> (metadata of the resource, metadata of its issuer), both checked."""
+        own, root = re.sub("/*([?#].*)?$", "", url), urllib.parse.urljoin(url, "/")
+        places = [well_known(place, "oauth-protected-resource") for place in (own, root)]
+        resource = self._first([challenge.get("resource_metadata", places[0]), *places], cancel)
+        resource = {"resource": own, "authorization_servers": [root], **resource}
+        if not f"{own}/".startswith(resource["resource"].rstrip("/") + "/"):
+            raise PaiError(f"{url} wants a token for {resource['resource']}: that is not itself")
+        name = resource["authorization_servers"][0]
+        issuer = self._first([well_known(name, "oauth-authorization-server"),
+                              well_known(name, "openid-configuration"),
+                              name.rstrip("/") + "/.well-known/openid-configuration"], cancel)
+        if issuer.get("issuer", "").rstrip("/") != name.rstrip("/"):     # some SDKs add the slash
+            raise PaiError(f"{url} needs a login, but {name} says it is {issuer.get('issuer')}; "
+                           'if you have a token, set "headers" in mcp.json')
+        return resource, issuer
+
+    def _first(self, places, cancel):
+        """-> the first of these documents that there is, {} if there is none."""
+        for place in dict.fromkeys(places):
+            with contextlib.suppress(HttpError):
+                found = self._http.json("GET", place, None, None, cancel, DOCUMENT_TIMEOUT_S)
+                return {name: value for name, value in found.items() if value is not None}
+        return {}
+
+    def _ways(self, issuer, record, settings, scope, cancel):
+        """Yield (client, fields for the token endpoint, {} to ask the person), quietest first."""
+        refresh = record.get("token", {}).get("refresh_token")
+        if refresh:
+            yield record["client"], {"grant_type": "refresh_token", "refresh_token": refresh}
+        fields = {"grant_type": settings["grantType"]} if "grantType" in settings else {}
+        offered = issuer.get("token_endpoint_auth_methods_supported", CLIENT_AUTH)
+        auth = next((a for a in CLIENT_AUTH if a in offered), "none")
+        port = settings.get("callbackPort", CALLBACK_PORT)
+        client = {"client_name": "PaiCLI", "application_type": "native",
+                  "redirect_uris": [f"http://127.0.0.1:{port}/callback"],
+                  "grant_types": ["authorization_code", "refresh_token"],
+                  "token_endpoint_auth_method": auth,
+                  **({"scope": scope} if scope else {})}
+        if "clientId" in settings:
+            yield {**client, "client_id": settings["clientId"],
+                   "client_secret": settings.get("clientSecret", "")}, fields
+            return
+        if "client" in record:
+            yield record["client"], fields
+        if issuer.get("client_id_metadata_document_supported") and "clientMetadataUrl" in settings:
+            yield {**client, "client_id": settings["clientMetadataUrl"]}, fields
+        if "registration_endpoint" in issuer:
+            yield client, fields         # it gets an id there
+
+    def _ask(self, issuer, client, asked, cancel):
+        """-> fields for the token endpoint: the code of a page on which the person agreed."""
+        import hashlib                                    # slow to import, so only where needed
+        if "S256" not in issuer.get("code_challenge_methods_supported", []):
+            raise PaiError(f"{issuer['issuer']} has no PKCE, so no login there is safe")
+        if not cancel:
+            raise PaiError("it needs a login: /mcp login NAME")
+        state, verifier = os.urandom(16).hex(), os.urandom(32).hex()
+        digest = hashlib.sha256(verifier.encode()).digest()
+        back = {"redirect_uri": client["redirect_uris"][0]}
+        page = _endpoint(issuer, "authorization_endpoint")
+        answer = self.authorize(page + ("&" if "?" in page else "?") + urllib.parse.urlencode({
+            **asked, **back, "response_type": "code", "client_id": client["client_id"],
+            "state": state, "code_challenge_method": "S256",
+            "code_challenge": base64.urlsafe_b64encode(digest).decode().rstrip("=")}), cancel)
+        is_signed = issuer.get("authorization_response_iss_parameter_supported")
+        if answer.get("iss", None if is_signed else issuer["issuer"]) != issuer["issuer"]:
+            raise PaiError(f"{answer.get('iss', 'nobody')} answered for {issuer['issuer']}")
+        if answer.get("state") != state or "code" not in answer:
+            raise PaiError(f"{issuer['issuer']} gave no code: {answer.get('error', 'wrong state')}"
+                           f" {answer.get('error_description', '')}")
+        return {"grant_type": "authorization_code", "code": answer["code"], **back,
+                "code_verifier": verifier}
+
+    def _token(self, issuer, client, fields, cancel):
+        """-> {access_token, ...} from the token endpoint.  Raises HttpError if it says no."""
+        name, secret = client["client_id"], client.get("client_secret") or ""
+        way, fields = client["token_endpoint_auth_method"], {**fields, "client_id": name}
+        headers = {"Content-Type": "application/x-www-form-urlencoded"}
+        if way == "client_secret_post":
+            fields["client_secret"] = secret
+        elif way == "client_secret_basic" and secret:
+            login = f"{urllib.parse.quote(name, '')}:{urllib.parse.quote(secret, '')}"
+            headers["Authorization"] = "Basic " + base64.b64encode(login.encode()).decode()
+        token = self._http.json("POST", _endpoint(issuer, "token_endpoint"),
+                                urllib.parse.urlencode(fields).encode(), headers, cancel)
+        if not re.fullmatch("[!-~]+", token.get("access_token") or ""):
+            raise HttpError(400, str(token.get("error")), issuer["issuer"])      # GitHub's no
+        return token
+
+
+def login_in_browser(say: Callable, open_page: Callable, page: str, cancel: Cancel) -> dict:
+    """Show the person a page; return the parameters of the URL on this machine it leads to."""
+    place = ("127.0.0.1", int(re.search(r"redirect_uri=[^&]*%3A(\d+)", page)[1]))
+    try:
+        with socket.create_server(place) as callback, cancel.on_set(
+                lambda: socket.create_connection(place).close()):        # it wakes accept()
+            callback.settimeout(LOGIN_TIMEOUT_S)
+            say(page)
+            open_page(page)
+            return _visit(callback, cancel)
+    except OSError as e:                 # the port is taken, or nobody came
+        raise PaiError(f"no login on port {place[1]} ({e}): try again, or set callbackPort") from e
+
+
+def _visit(callback, cancel):
+    """-> the parameters of the first visit that has any."""
+    while True:
+        connection, _ = callback.accept()
+        with connection, contextlib.suppress(OSError):    # some browsers connect and say nothing
+            cancel.check()
+            connection.settimeout(3)
+            request = re.match(rb"GET \S*\?(\S+)", connection.recv(65536))
+            connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
+                               b"PaiCLI got the answer; you can close this page.")
+            if request:
+                return dict(urllib.parse.parse_qsl(request[1].decode("latin-1")))
+
+
+# =============================================================================
+# 21. MCP
+# =============================================================================
+# Tools that live in other programs: the Model Context Protocol.
+#
+#     mcp.json --> McpServers --> McpClient --> Peer --> transport ~~> server
+#     Toolbox  <-- Tool mcp__{server}__{tool} <-- tools/list
+#
+# In: what mcp.json says.  Out: Tools that neither the model nor the toolbox can tell from others.
+# Trap: there are two protocols.  Up to 2025-11-25 a connection begins with a handshake, and the
+# server asks back by requests; from 2026-07-28 each request says all it needs, and a server asks
+# back by a result of type input_required.  Which one a server speaks is found out by trying.
+# Simplified: no tasks, no resource subscriptions; outputSchema is not checked.
+# Tests: TestMcp (exercise, 3 of 3 stars).  Try: /mcp, and mcp.example.json.
+
+MODERN = "2026-07-28"
+LEGACY = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")
+PROBE_TIMEOUT_S = 10                     # old servers may keep silent when asked for what is new
+MAX_PAGES = 100
+MAX_INPUT_ROUNDS = 10
+HEADER_MISMATCH = -32020                 # an error code of the modern protocol
+
+
+# ---- the client
+
+class McpClient:
+    """Speaks with one server, whichever of the two protocols it has."""
+
+    def __init__(self, transport, handlers: dict | None = None, timeout_s: float = 60,
+                 start_timeout_s: float = 30):
+        self.transport, self._is_http = transport, isinstance(transport, HttpTransport)
+        # method -> (params) -> result: what a server may ask for
+        self.handlers = {"ping": lambda params: {}, **(handlers or {})}
+        self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
+        self._info = {"name": "paicli", "version": __version__}
+        kinds = {"elicitation/create": ("elicitation", {"form": {}, "url": {}}),
+                 "sampling/createMessage": ("sampling", {}), "roots/list": ("roots", {})}
+        self._abilities = dict(kinds[method] for method in handlers or ())
+        self.peer, self.version, self.capabilities = None, "", {}
+        self.fresh_s = math.inf          # how long the list that was read last is said to hold
+        self.on_notification = lambda method, params: None
+        self._closing = Cancel()
+
+    def connect(self, cancel: Cancel | None = None) -> None:
+        """Start the transport and agree on a version; again after close().  Raises PaiError."""
+        self._closing = Cancel()
+        self._open()
+        if self.version in LEGACY or not self._discover(cancel):
+            if self.peer.closed:         # some servers end when they are asked for what is new
+                self._open()
+            try:
+                self._initialize(cancel)
+            except McpError as e:        # was it too slow for the question, rather than too old?
+                if e.code in ("silent", "closed") or not self._discover(cancel):
+                    raise
+        if self.version == MODERN and _get(self.capabilities.get("tools"), "listChanged", bool):
+            wanted = {"notifications": {"toolsListChanged": True}}
+            Job("mcp-listen", self._request, "subscriptions/listen", wanted, self._closing, None)
+
+    def _open(self):
+        self.peer = Peer(self.transport)
+        self.peer.on_request, self.peer.on_notification = self._serve, self._on_notification
+
+    def _discover(self, cancel):
+        """True if the server speaks the modern protocol."""
+        self.version, timeout_s = MODERN, min(PROBE_TIMEOUT_S, self.start_timeout_s)
+        for _ in range(2):               # some refuse a version and list it
+            try:
+                found = self._request("server/discover", {}, cancel, timeout_s)
+                supported = found.get("supportedVersions") or ()      # some answer anything
+                if MODERN in supported:
+                    self.peer.on_request = None           # a response may not be sent
+                    self.capabilities = found.get("capabilities") or {}
+                    return True
+            except (McpError, HttpError) as e:
+                if getattr(e, "status", 404) in (0, 401, 403):
+                    raise                # it can't be reached, or not by us
+                supported = _get(getattr(e, "data", None), "supported", list) or ()
+            if MODERN not in supported:
+                break
+        self.version = max((v for v in LEGACY if v in supported), default=LEGACY[-1])
+        return False
+
+    def _initialize(self, cancel):
+        self.transport.version = ""      # nor is there a session now
+        found = self._send("initialize", {
+            "protocolVersion": self.version, "clientInfo": self._info,
+            "capabilities": self._abilities}, cancel, self.start_timeout_s)
+        version, self.capabilities = found.get("protocolVersion"), found.get("capabilities") or {}
+        if version not in LEGACY:
+            raise McpError(f"the server speaks version {version!r}, which is not known here")
+        self.version = self.transport.version = version
+        self.peer.notify("notifications/initialized")
+        if self._is_http:
+            Job("mcp-listen", self.transport.listen)
+
+    def _serve(self, method, params):
+        return self.handlers.get(method, functools.partial(refuse_request, method))(params)
+
+    def _on_notification(self, method, params):
+        if method == "notifications/progress":
+            self.peer.renew(params.get("progressToken"))
+        self.on_notification(method, params)
+
+    def _send(self, method, params, cancel=None, timeout_s=0):
+        """-> the result of one request, sent again where the transport can mend what is wrong."""
+        if self.version == MODERN:
+            params = {**params, "_meta": {**params.get("_meta", {}),
+                                          META + "protocolVersion": MODERN,
+                                          META + "clientInfo": self._info,
+                                          META + "clientCapabilities": self._abilities}}
+        timeout_s = self.timeout_s if timeout_s == 0 else timeout_s
+        for n_left in (3, 2, 1, 0):
+            try:
+                return self.peer.request(method, params, timeout_s, cancel)
+            except (HttpError, McpError) as e:
+                if not n_left or not self.transport.recover(e, cancel):
+                    raise
+                if self._is_http and not self.transport.version and self.version in LEGACY \
+                        and method != "initialize":
+                    self._initialize(cancel)
+
+    def _request(self, method, params, cancel=None, timeout_s=0):
+        """-> the complete result; what the server wants to know for it is answered on the way."""
+        answers = {}
+        for _ in range(MAX_INPUT_ROUNDS):
+            result = self._send(method, {**params, **answers}, cancel, timeout_s)
+            kind = result.get("resultType", "complete")
+            if kind == "complete":
+                return result
+            if kind != "input_required":
+                raise McpError(f"a result of type {kind!r} is not known here")
+            answers = {k: v for k, v in result.items() if k == "requestState"}
+            if result.get("inputRequests"):
+                answers["inputResponses"] = {
+                    key: self._serve(asked["method"], asked.get("params") or {})
+                    for key, asked in result["inputRequests"].items()}
+        raise McpError(f"the server asked back {MAX_INPUT_ROUNDS} times")
+
+    def _list(self, kind, key, cancel=None):
+        """-> all items of a list, whatever its pages; none of what the server does not have."""
+        items, cursors, params, self.fresh_s = [], set(), {}, math.inf
+        if key != "tools" and kind.split("/")[0] not in self.capabilities:
+            return []
+        while len(cursors) < MAX_PAGES:
+            page = self._request(kind, params, cancel)
+            items += [item for item in page.get(key) or () if isinstance(item, dict)]
+            ttl_ms = _get(page, "ttlMs", int) or 0
+            self.fresh_s = min(self.fresh_s, ttl_ms / 1000 if ttl_ms > 0 else math.inf)
+            cursor = _get(page, "nextCursor", str)        # "" is one, too
+            if cursor is None or cursor in cursors:
+                break
+            cursors.add(cursor)
+            params = {"cursor": cursor}
+        return items
+
+    def list_tools(self, cancel: Cancel | None = None) -> list[dict]:
+        """Return the server's tools as it describes them; the unusable are left out, and logged."""
+        tools, paths = {}, {}
+        for found in self._list("tools/list", "tools", cancel):
+            name = str(found.get("name"))
+            try:
+                if self._is_http:        # pipes have no headers
+                    paths[name] = header_params(found.get("inputSchema"))
+                tools.setdefault(name, found)
+            except (ValueError, RecursionError) as e:
+                self.transport.log.append(f"tool {name} is left out: {e}")
+        if self._is_http:
+            self.transport.param_paths = paths
+        return list(tools.values())
+
+    def call_tool(self, name: str, arguments: dict, cancel: Cancel | None = None) -> dict:
+        """Return what a tool gives: {"content": [...], "isError": ...}.  Raises McpError."""
+        params = {"name": name, "arguments": arguments, "_meta": {}}
+        try:
+            return self._request("tools/call", params, cancel)
+        except McpError as e:
+            if e.code != HEADER_MISMATCH:
+                raise
+            self.list_tools(cancel)      # other arguments are headers now
+            return self._request("tools/call", params, cancel)
+
+    def list_resources(self, cancel: Cancel | None = None) -> list[dict]:
+        """Return the resources, then the templates: {"uri" or "uriTemplate", "name", ...}."""
+        found = self._list("resources/list", "resources", cancel)
+        with contextlib.suppress(McpError):               # not every server knows of templates
+            found += self._list("resources/templates/list", "resourceTemplates", cancel)
+        return found
+
+    def read_resource(self, uri: str, cancel: Cancel | None = None) -> list[dict]:
+        """Return the contents of a resource: [{"uri", "mimeType", "text" or "blob"}]."""
+        return self._request("resources/read", {"uri": uri}, cancel).get("contents") or []
+
+    def list_prompts(self, cancel: Cancel | None = None) -> list[dict]:
+        """Return the prompts: {"name", "description", "arguments": [{"name", "required"}]}."""
+        return self._list("prompts/list", "prompts", cancel)
+
+    def get_prompt(self, name: str, arguments: dict, cancel: Cancel | None = None) -> list[dict]:
+        """Return a prompt's messages: [{"role", "content": {"type": "text", "text"}}]."""
+        params = {"name": name, "arguments": arguments}
+        return self._request("prompts/get", params, cancel).get("messages") or []
+
+    def close(self) -> None:
+        """End the connection, and the process behind it."""
+        self._closing.set("closed")
+        if self.peer:
+            self.peer.close()
+
+
+# ---- tools and content for the model
+
+def tool_name(server: str, name: str) -> str:
+    """Return what the model calls a tool: mcp__{server}__{name}, of letters, digits, _ and -.
+
+    What had to be changed for that ends in a hash, so two tools never share a name.
+    """
+    exact = f"mcp__{server}__{name}"
+    safe_server = re.sub(r"[^a-zA-Z0-9-]+|__+", "_", server).strip("_")
+    safe = f"mcp__{safe_server}__" + re.sub(r"[^a-zA-Z0-9_-]", "_", name)
+    if safe == exact and len(safe) <= 64:
+        return safe
+    return f"{safe[:57]}_{_digest(exact.encode('utf-8', 'replace'))[:6]}"
+
+
+def clean_schema(schema) -> dict:
+    """Return a tool's inputSchema as models take it: an object, without what only tools need.
+
+    A choice (anyOf, oneOf) is put into words, unless it is only "or null"; $ref stays if local.
+    """
+    cleaned = _cleaned(schema if isinstance(schema, dict) else {})
+    properties = cleaned.get("properties")
+    return {**cleaned, "type": "object",
+            "properties": properties if isinstance(properties, dict) else {}}
+
+
+def _cleaned(schema):
+    if isinstance(schema, list):
+        return [_cleaned(s) for s in schema]
+    if not isinstance(schema, dict):
+        return schema
+    cleaned = {}
+    for key, value in schema.items():
+        if key in ("properties", "$defs", "definitions") and isinstance(value, dict):
+            cleaned[key] = {name: _cleaned(inner) for name, inner in value.items()}
+        elif key in ("enum", "const", "default", "examples", "required"):
+            cleaned[key] = value
+        elif key in ("anyOf", "oneOf") and isinstance(value, list):
+            choices = [_cleaned(s) for s in value if s != {"type": "null"}]
+            only = choices[0] if len(choices) == 1 and isinstance(choices[0], dict) else {}
+            words = "" if only else f"One of: {json.dumps(choices, ensure_ascii=False)}"
+            both = [schema.get("description") or only.get("description") or "", words]
+            cleaned.update({**only, "description": " ".join(filter(None, both))})
+        elif key not in ("$schema", "$id") and (key != "$ref" or str(value).startswith("#")):
+            cleaned.setdefault(key, _cleaned(value))
+    if isinstance(cleaned.get("description"), str):
+        cleaned["description"] = clip(cleaned["description"], 1000)
+    return cleaned
+
+
+def content_text(blocks: list, save: Callable[[bytes, str], str]) -> str:
+    """Return content blocks as text for the model; save(data, MIME type) -> path of what is none.
+
+    [{"type": "text", "text": "hi"}, {"type": "image", ...}] -> "hi\\n[image/png, 9 KB: PATH]"
+    """
+    lines = []
+    for block in blocks:
+        inner = _get(block, "resource", dict) or block
+        data, text = _get(inner, "data", str) or _get(inner, "blob", str), _get(inner, "text", str)
+        if data:
+            raw = base64.b64decode(data + "==")           # too much padding does no harm
+            mime = _get(inner, "mimeType", str) or "data"
+            text = f"[{mime}, {len(raw) // 1024} KB: {save(raw, mime)}]"
+        lines.append(text or f"[{_shown(block)}]")        # a link, or what nobody knows
+    return "\n".join(lines)
+
+
+def result_text(result: dict, save: Callable[[bytes, str], str]) -> str:
+    """Return a CallToolResult as text.  Raises ToolError with it if the tool says it failed."""
+    content = result.get("content")
+    text = content_text(content if isinstance(content, list) else [], save)
+    if not text and "structuredContent" in result:
+        text = json.dumps(result["structuredContent"], ensure_ascii=False)
+    if len(text) > MAX_RESULT_CHARS:
+        text += f"\n[all of it: {save(text.encode('utf-8', 'replace'), 'text/plain')}]"
+    if result.get("isError"):
+        raise ToolError(text or "the tool failed and does not say why")
+    return text
+
+
+def elicit(ask: Callable[[str], str | None], params: dict) -> dict:
+    """Ask the person what a server wants to know; return an ElicitResult.
+
+    Enter takes a field's default; nobody there, or no, declines.
+    """
+    said, schema = str(params.get("message") or ""), params.get("requestedSchema") or {}
+    if params.get("mode") == "url":
+        said += f"\nOpen {params.get('url')} in a browser"
+    fields, content = schema.get("properties") or {}, {}
+    answer = ask(f"❓ {visible(said)}\nYes, and tell it {', '.join(fields) or 'so'}? [y/N] ")
+    if (answer or "").strip().lower() not in ("y", "yes"):
+        return {"action": "decline"}
+    for name, field in fields.items():
+        while name not in content:
+            answer = ask(f"{visible(name)} {_shown(field)}: ")
+            if answer is None:
+                return {"action": "cancel"}
+            value = answer.strip() or field.get("default")
+            if value is None and name not in (schema.get("required") or ()):
+                break
+            with contextlib.suppress(ToolError):          # it does not fit: asked again
+                content[name] = check_value(field, value, name)
+    return {"action": "accept", "content": content}
+
+
+# ---- configuration
+
+# What an entry of mcp.json must look like; every text in it may hold ${VAR} and ${VAR:-default}.
+_TEXTS = {"type": "array", "items": _TEXT}
+_SERVER = {**_OBJECT, "properties": {
+    "type": {"enum": ["stdio", "http", "streamable-http", "streamableHttp"]},
+    "command": _TEXT, "args": _TEXTS, "env": _OBJECT, "cwd": _TEXT, "url": _TEXT,
+    "headers": _OBJECT, "oauth": _OBJECT, "disabled": {"type": "boolean"},
+    "timeout": {"type": "number"}, "startTimeout": {"type": "number"}, "autoApprove": _TEXTS}}
+
+
+def read_servers(source: bytes, variables: dict, is_own: bool) -> dict[str, dict]:
+    """Return the entries of an mcp.json by name; one that makes no sense is {"error": why}.
+
+    `variables` are what ${...} may name; only the person's own file may approve tools.
+    Raises ConfigError if the file makes no sense at all.
+    """
+    servers = {}
+    try:
+        entries = json.loads(source)["mcpServers"].items()
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+        raise ConfigError(f'it should be {{"mcpServers": {{NAME: {{...}}}}}}: {e!r}') from None
+    for name, entry in entries:
+        try:
+            servers[name] = _checked_server(name, entry, variables)
+        except ToolError as e:
+            servers[name] = {"error": str(e)}
+        if not is_own:
+            servers[name].pop("autoApprove", None)
+    return servers
+
+
+def _checked_server(name, entry, variables):
+    def fill(match):
+        variable, has_default, default = match.groups()
+        if variable not in variables and not has_default:
+            raise ToolError(f"{name}.{key}: the variable {variable} is not set")
+        return variables.get(variable) or default or ""
+    entry = check_value(_SERVER, entry, name)
+    for key, value in entry.items():
+        entry[key] = map_strings(value, functools.partial(
+            re.sub, r"\$\{(\w+)(?:(:-)([^}]*))?\}", fill))
+    for key in ("timeout", "startTimeout"):               # in ms, as Claude Code has them, or s
+        if entry.get(key, 0) >= 1000:
+            entry[key] /= 1000
+    if bool(entry.get("command")) == bool(entry.get("url")):
+        raise ToolError(f"{name} needs either a command or a url")
+    for header, value in entry.get("headers", {}).items():
+        if not re.fullmatch(r"[\w-]+", header) or re.search(r"[\r\n\0]", str(value)):
+            raise ToolError(f"{name}.headers.{header} can't be a header")
+    return entry
+
+
+# ---- the server manager
+
+class McpServer:
+    """One configured server: its client, its tools, and how it is."""
+
+    def __init__(self, name: str, entry: dict, client: McpClient | None,
+                 save: Callable[[bytes, str], str], on_event: Callable[[dict], None]):
+        self.name, self.entry, self.client, self._on_event = name, entry, client, on_event
+        self.save = save                 # (data, MIME type) -> where it was saved
+        self.state = "disabled" if entry.get("disabled") else "waiting"     # starting ready error
+        self.error, self.tools, self.since = entry.get("error", ""), [], 0.0
+        self._stale_at = math.inf        # when its tools must be asked for anew; -1: now
+        self._n_deaths = 0
+        self._lock = threading.RLock()   # one starts or stops it at a time
+        if client:
+            client.on_notification = self._on_notification
+
+    def start(self, cancel: Cancel | None = None) -> None:
+        """Start it and learn its tools; `state` is ready then, or error."""
+        with self._lock:
+            self.state, self.since = "starting", time.monotonic()
+            try:
+                if not self.client:
+                    raise ConfigError(self.error)
+                self.client.connect(cancel)
+                self.tools = self._list_tools(cancel)
+                self.state, self.error = "ready", ""
+            except PaiError as e:
+                self.stop("error", str(e))
+
+    def stop(self, state: str = "disabled", error: str = "") -> None:
+        """Stop it; its tools are gone."""
+        with self._lock:
+            if self.client:
+                self.client.close()
+            self.state, self.error, self.tools = state, error, []
+
+    def ready(self, cancel: Cancel | None = None) -> McpClient:
+        """Return the client, connected; if the server has died it is started again.
+
+        Raises McpError.  From one death to the next the pause gets longer.
+        """
+        with self._lock:
+            if self.state == "ready" and self.client.peer.closed:
+                if time.monotonic() < self.since + 2 ** self._n_deaths - 1:
+                    raise McpError(f"{self.client.peer.closed}; it will be started again soon")
+                self._n_deaths = min(self._n_deaths + 1, 6)
+                self.start(cancel)
+            if self.state != "ready":
+                raise McpError(f"the server {self.name} is not ready ({self.state}) {self.error}")
+            return self.client
+
+    def _on_notification(self, method, params):
+        if method == "notifications/tools/list_changed":
+            self._stale_at = -1
+        elif method == "notifications/progress":
+            text = f"🔌 {self.name}: {params.get('progress')} {params.get('message') or ''}"
+            self._on_event({"type": "wait", "text": text})
+
+    def refresh(self, cancel: Cancel) -> None:
+        """Ask for the tools again if they have changed."""
+        with contextlib.suppress(PaiError), self._lock:
+            if self.state == "ready" and self._stale_at < time.monotonic():
+                self.tools = self._list_tools(cancel)
+
+    def _list_tools(self, cancel):
+        self._stale_at, tools = math.inf, {}
+        found = self.client.list_tools(cancel)
+        self._stale_at = min(self._stale_at, time.monotonic() + self.client.fresh_s)
+        for t in found:
+            with contextlib.suppress(RecursionError):     # of a schema that nobody could read
+                text = t.get("description") or t.get("title") or ""
+                tools[t["name"]] = Tool("", clip(str(text), 4000), clean_schema(
+                    t.get("inputSchema")), functools.partial(self._call, t["name"]))
+        if "resources" in self.client.capabilities:
+            tools = {**{t.name: t for t in tools_in(self)}, **tools}
+        approved = self.entry.get("autoApprove", ())
+        return [t._replace(name=tool_name(self.name, name), level=1 if name in approved else 3)
+                for name, t in tools.items()]
+
+    def _call(self, name, arguments, cancel):
+        return result_text(self.ready(cancel).call_tool(name, arguments, cancel), self.save)
+
+    @tool(3)
+    def list_resources(self, cancel: Cancel | None = None) -> str:
+        """List the resources of this server: their URIs, or templates of them, and names."""
+        return "\n".join(f"{r.get('uri') or r.get('uriTemplate')}  {r.get('name', '')}"
+                         for r in self.ready(cancel).list_resources(cancel))
+
+    @tool(3)
+    def read_resource(self, uri: str, cancel: Cancel | None = None) -> str:
+        """Read a resource of this server."""
+        return content_text(self.ready(cancel).read_resource(uri, cancel), self.save)
+
+    def status(self) -> str:
+        """Return a line: ● git  ready | stdio | 12 tools | 3m | PID 12345 | 2026-07-28."""
+        mark = {"ready": "●", "error": "✗", "disabled": "○"}.get(self.state, "…")
+        parts = [f"{mark} {self.name:16} {self.state}", "http" if "url" in self.entry else "stdio"]
+        if self.state == "ready":
+            popen = getattr(self.client.transport, "popen", None)
+            parts += [f"{len(self.tools)} tools", f"{time.monotonic() - self.since:.0f} s",
+                      popen and f"PID {popen.pid}", self.client.version, self.client.peer.closed]
+        return " | ".join(filter(None, [*parts, self.error]))
+
+
+class McpServers:
+    """All configured servers: started side by side, none in the way of another."""
+
+    def __init__(self, servers: Iterable[McpServer]):
+        self.servers = {s.name: s for s in servers}
+        self._slots, self._jobs = threading.Semaphore(8), []
+
+    def start_all(self) -> None:
+        """Start those that were not yet started, in the background, at most 8 at a time."""
+        def start(server):
+            with self._slots:
+                server.start()
+        for server in self.servers.values():
+            if server.state == "waiting":
+                server.state = "starting"
+                self._jobs.append(Job("mcp-start", start, server))
+
+    def tools(self, timeout_s: float, cancel: Cancel) -> list[Tool]:
+        """Return all tools there are; those that start now are waited for once, and so long."""
+        self.start_all()
+        latest, jobs, self._jobs = time.monotonic() + timeout_s, self._jobs, []
+        for job in jobs:
+            with contextlib.suppress(TimeoutError):
+                job.wait(cancel, max(0, latest - time.monotonic()))
+        for server in self.servers.values():
+            server.refresh(cancel)
+        return [t for server in self.servers.values() for t in server.tools]
+
+    def find(self, name: str) -> McpServer:
+        """Return a server.  Raises ConfigError that names those that look alike."""
+        if name not in self.servers:
+            raise ConfigError(f"no MCP server {name!r}{did_you_mean(name, self.servers)}")
+        return self.servers[name]
+
+    def status(self) -> str:
+        """Return a line for each server."""
+        return "\n".join(s.status() for s in self.servers.values())
+
+    def disable(self, name: str) -> str:
+        """Stop a server; return how it is."""
+        self.find(name).stop()
+        return self.find(name).status()
+
+    def enable(self, name: str, cancel: Cancel | None = None) -> str:
+        """Start a server, anew if it runs; return how it is."""
+        self.find(name).stop()
+        self.find(name).start(cancel)
+        return self.find(name).status()
+
+    restart = enable
+
+    def logs(self, name: str) -> str:
+        """Return the last lines a server wrote to its stderr."""
+        client = self.find(name).client
+        return "\n".join(client.transport.log if client else ())
+
+    def close(self) -> None:
+        """Stop all of them, side by side."""
+        run_parallel("mcp-stop", [s.stop for s in self.servers.values()])
+
+
+# =============================================================================
 # 22. COMMANDS
 # =============================================================================
 # What a person types with a slash: each is one small function, (app, arguments) -> text to show.
@@ -4869,6 +6102,9 @@ class CodeTools:
 # Tests: TestCommands (exercise, 1 of 3 stars).  Try: /help.
 
 
+START_WAIT_S = 20                        # for MCP servers, before the first turn
+
+
 def commands() -> dict[str, Callable]:
     """Return the table: name -> function."""
     return {"/help": show_help, "/clear": clear_history, "/model": choose_model,
@@ -4877,7 +6113,8 @@ def commands() -> dict[str, Callable]:
             "/context": show_context, "/compact": compact_now, "/memory": list_facts,
             "/save": save_fact, "/forget": forget_fact, "/tools": list_tools, "/plan": plan_task,
             "/team": give_to_team, "/index": index_folder, "/search": search_code_base,
-            "/graph": show_graph, "/trace": switch_trace, "/exit": leave, "/quit": leave}
+            "/graph": show_graph, "/mcp": manage_servers, "/trace": switch_trace, "/exit": leave,
+            "/quit": leave}
 
 
 def run_command(app, line: str) -> str:
@@ -5075,6 +6312,162 @@ def search_code_base(app, arguments: str) -> str:
 def show_graph(app, arguments: str) -> str:
     """NAME  What a class or method has to do with others."""
     return format_graph(arguments, app.index.relations(arguments))
+
+
+def manage_servers(app, arguments: str) -> str:
+    """[restart|enable|disable|logs|login|logout|resources|prompts NAME]  MCP servers."""
+    servers, (action, _, name) = app.mcp, arguments.partition(" ")
+    name = name.strip()
+    servers.tools(START_WAIT_S, app.cancel)
+    actions = {"restart": lambda: servers.enable(name, app.cancel),
+               "enable": lambda: servers.enable(name, app.cancel),
+               "disable": lambda: servers.disable(name),
+               "logs": lambda: servers.logs(name) or "It wrote nothing to its stderr.",
+               "login": lambda: log_out(app, name) and servers.enable(name, app.cancel),
+               "logout": lambda: log_out(app, name),
+               "resources": lambda: list_offers(servers, name, "list_resources", app.cancel),
+               "prompts": lambda: list_offers(servers, name, "list_prompts", app.cancel)}
+    if not arguments:
+        return servers.status() or "🔌 MCP servers: none configured; mcp.example.json shows how"
+    if action not in actions:
+        raise ConfigError(f"usage: /mcp [{'|'.join(actions)} NAME]")
+    return actions[action]()
+
+
+def list_offers(servers: McpServers, name: str, method: str, cancel: Cancel) -> str:
+    """Return a line for each resource or prompt: how to name it in a message, and what it is."""
+    lines = []
+    for r in getattr(servers.find(name).ready(cancel), method)(cancel):
+        what = r.get("uri") or r.get("uriTemplate") or "?".join(filter(None, (
+            r.get("name"), "&".join(f"{a['name']}=..." for a in r.get("arguments") or ()))))
+        lines.append(f"  @{name}:{what}  {one_line(r.get('description') or '', 80)}")
+    return "\n".join(lines) or "There are none."
+
+
+def log_out(app, name: str) -> str:
+    """Forget the tokens for a server, and stop it."""
+    url = app.mcp.find(name).entry.get("url")
+    if not url:
+        raise ConfigError(f"{name} is a program on this machine: there is nothing to log in to")
+    app.oauth.logout(url)
+    return app.mcp.disable(name)
+
+
+def log_in(app, page: str, cancel: Cancel) -> dict:
+    """Lead the person, if they want to, to a page; return what the browser comes back with."""
+    answer = app.ask(f"🔑 An MCP server wants you to log in at "
+                     f"{urllib.parse.urlsplit(page).netloc}. Open that page? [y/N] ", cancel)
+    if (answer or "").strip().lower() not in ("y", "yes"):
+        raise PaiError("it needs a login: /mcp login NAME")
+
+    def open_page(page):
+        has_screen = any(map(app.config.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")))
+        if has_screen or sys.platform in ("win32", "darwin"):
+            import webbrowser
+            webbrowser.open(page)
+    return login_in_browser(lambda page: app.on_event(
+        {"type": "notice", "text": f"🔑 Log in here: {page}"}), open_page, page, cancel)
+
+
+def load_servers(app) -> dict[str, dict]:
+    """Return the servers of mcp.json of PAICLI_HOME, and of the folder if the person trusts it."""
+    servers, settings = {}, app.config.settings
+    variables = {"HOME": os.path.expanduser("~"),
+                 **{k: v.value for k, v in settings.items() if v.source != "./.env"},
+                 "PROJECT_DIR": app.config.cwd}
+    own = os.path.join(app.config.home, "mcp.json")
+    for path in dict.fromkeys((own, os.path.join(app.config.cwd, ".paicli", "mcp.json"))):
+        if not os.path.isfile(path):
+            continue
+        try:
+            content = _bytes_of(path) if path == own else app.trust.read(
+                path, "would start programs or call servers, in place of yours of the same name: "
+                      + (", ".join(servers) or "you have none"))
+            if content is None:
+                raise ConfigError("it needs your trust")
+            servers.update(read_servers(content, variables, path == own))
+        except (ConfigError, OSError) as e:               # it costs only the servers of this file
+            app.notices.append(f"{path} is not loaded: {e}")
+    return servers
+
+
+def refresh_tools(app, cancel: Cancel) -> None:
+    """Have the toolbox hold what the MCP servers offer now; called before each round."""
+    tools, toolbox = app.mcp.tools(START_WAIT_S, cancel), app.agent.toolbox
+    if tools != app.mcp_tools:
+        toolbox.remove(t.name for t in app.mcp_tools)
+        toolbox.add(tools)
+        app.mcp_tools = tools
+        app.agent.system = system_prompt(app.config.cwd, toolbox.tools, app.project_notes)
+
+
+def save_content(home: str, data: bytes, mime: str) -> str:
+    """Keep what a server gave and a model can't read as text; return the file's path."""
+    extension = re.sub(r".*/|\W.*", "", mime) or "bin"
+    path = os.path.join(home, "mcp-files", f"{_digest(data)[:12]}.{extension}")
+    try:
+        atomic_write(path, data, 0o600)
+    except OSError as e:
+        return f"not saved, {e}"
+    return path
+
+
+def with_resources(servers: McpServers, text: str, cancel: Cancel) -> str:
+    """Return the text and what it names of servers: @server:uri, @server:prompt?key=value."""
+    parts = [text]
+    for name, what in dict.fromkeys(re.findall(r"(?<!\S)@([\w.-]+):(\S*[^\s.,;!?)])", text)):
+        if name not in servers.servers:
+            continue
+        servers.tools(START_WAIT_S, cancel)
+        client, (prompt, _, query) = servers.find(name).ready(), what.partition("?")
+        found = client.read_resource(what, cancel) if re.match(r"[A-Za-z][\w+.-]*:", what) else [
+            message.get("content") for message in client.get_prompt(
+                prompt, dict(urllib.parse.parse_qsl(query)), cancel)]
+        shown = clip(content_text(found, servers.find(name).save), MAX_RESULT_CHARS)
+        parts.append(f'<resource server="{name}" uri="{what}">\n{shown}\n</resource>')
+    return "\n\n".join(parts)
+
+
+def sample(app, server: str, params: dict) -> dict:
+    """Have the current model answer what a server asks, if the person agrees."""
+    save, messages = functools.partial(save_content, app.config.home), []
+    for m in params.get("messages") or ():
+        blocks = m["content"] if isinstance(m.get("content"), list) else [m.get("content")]
+        messages.append({"role": m.get("role"), "content": content_text(blocks, save)})
+    shown = "\n    ".join(visible(m["content"]) for m in messages)
+    answer = app.ask(f"❓ The MCP server {server} asks your model:\n    {shown}\nMay it? [y/N] ",
+                     app.cancel)
+    if (answer or "").strip().lower() not in ("y", "yes"):
+        raise McpError("the person said no", -1)
+    if params.get("systemPrompt"):
+        messages.insert(0, {"role": "system", "content": str(params["systemPrompt"])})
+    reply = app.agent.model.reply(messages, [], lambda kind, text: None, app.cancel)
+    return {"role": "assistant", "content": {"type": "text", "text": reply.text},
+            "model": getattr(getattr(app.agent.model, "provider", None), "model", "demo"),
+            "stopReason": "endTurn"}
+
+
+def make_server(app, environ: dict, name: str, entry: dict) -> McpServer:
+    """Return a configured server, not started yet."""
+    client, root = None, {"uri": "file://" + urllib.parse.quote(app.config.cwd)}
+    handlers = {"roots/list": lambda params: {"roots": [root]},
+                "elicitation/create": functools.partial(
+                    elicit, lambda question: app.ask(f"🔌 {name}: {question}", app.cancel)),
+                "sampling/createMessage": functools.partial(sample, app, name)}
+    if "error" not in entry:
+        if "url" in entry:
+            app.oauth.settings[entry["url"]] = entry.get("oauth", {})
+            headers = entry.get("headers", {})
+            auth = None if "authorization" in map(str.lower, headers) else app.oauth
+            transport = HttpTransport(app.http, entry["url"], headers, auth)
+        else:
+            transport = StdioTransport([entry["command"], *entry.get("args", ())],
+                                       {**environ, **entry.get("env", {})},
+                                       entry.get("cwd", app.config.cwd))
+        client = McpClient(transport, handlers, entry.get("timeout", 60),
+                           entry.get("startTimeout", 30))
+    return McpServer(name, entry, client, functools.partial(save_content, app.config.home),
+                     app.on_event)
 
 
 def switch_trace(app, arguments: str) -> str:
@@ -5451,6 +6844,7 @@ class App:
         self.mode = config.mode          # of the next turn: "plan", "team" or ""
         self.schema = load_schema(config.schema) if config.schema else {}
         self.plugin_names = []           # tools that came from the person's own files
+        self.mcp_tools = []              # those that MCP servers gave
         self.project_notes = ""          # AGENTS.md or CLAUDE.md of the folder
         self.http = Http(config.proxies)
         self.trust = Trust(os.path.join(config.home, "trust"), self.ask)
@@ -5484,11 +6878,13 @@ class App:
 
         def before(cancel):
             nonlocal is_whole
-            is_whole = not mode or runners[mode](self.agent, self.ask).run(cancel)
+            if mode:
+                refresh_tools(self, cancel)               # helpers get what the agent has
+                is_whole = runners[mode](self.agent, self.ask).run(cancel)
             if self.schema:
                 self.agent.known += f"\n\nThe answer must be {JSON_ALONE}{json.dumps(self.schema)}"
-        text = self.mask(with_files(self.files, text))
-        answer = self.agent.run(text, self.cancel, before)
+        text = with_resources(self.mcp, with_files(self.files, text), self.cancel)
+        answer = self.agent.run(self.mask(text), self.cancel, before)
         if not is_whole:                 # answered, but not done
             self.agent.stop_reason = "incomplete"
         if self.config.get("PAICLI_LESSONS") != "off" and not self.config.demo:
@@ -5511,6 +6907,11 @@ class App:
         known = self.facts.relevant(task)
         return "\n\nKnown from before:\n- " + "\n- ".join(known) if known else ""
 
+    def before_round(self, agent: Agent, cancel: Cancel, must: bool = False) -> bool:
+        """Let new tools in, and compact if it is time; True if less is sent now."""
+        refresh_tools(self, cancel)
+        return self.compact(agent, cancel, must)
+
     def use_model(self, choice: str = "") -> str:
         """Talk to another model from now on; return a notice or "".  Raises ConfigError."""
         if self.config.demo and not choice:
@@ -5527,6 +6928,7 @@ class App:
     def close(self) -> None:
         """Stop what still runs."""
         self.shell.close()
+        self.mcp.close()
         self.http.close()
         self.index.close()
         self.store.close()
@@ -5561,13 +6963,18 @@ def build(config: Config) -> App:
     toolbox.add(builtin_tools(app.files, app.shell) + tools_in(app.memory))
     app.compact = Compactor(lambda: getattr(app.agent.model, "window", 0), app.on_event)
     app.agent = Agent(DemoModel(), toolbox, app.memory, app.on_event, "", config.max_rounds,
-                      config.token_budget, config.turn_timeout_s, app.notes, app.compact,
+                      config.token_budget, config.turn_timeout_s, app.notes, app.before_round,
                       app.accept)
     trust_env(app)
     rag = os.path.expanduser(config.get("PAICLI_RAG_DIR", os.path.join(config.home, "rag")))
     app.index = CodeIndex(os.path.join(rag, "codebase.db"), config.cwd, use_embedder(app), app.mask)
     toolbox.add(tools_in(CodeTools(app.index)))
     app.notices += [app.use_model(), *load_plugins(app)]
+    workspace.folders.append(os.path.join(os.path.realpath(config.home), "mcp-files"))
+    app.oauth = OAuth(app.http, os.path.join(config.home, "mcp-auth.json"),
+                      lambda page, cancel: log_in(app, page, cancel))
+    app.mcp = McpServers(make_server(app, dict(os.environ), name, entry)
+                         for name, entry in load_servers(app).items())
     if config.resume:
         app.notices.append(resume_session(app, config.resume))
     return app
@@ -5699,6 +7106,8 @@ def dispatch(config: Config) -> int:
         if not words:
             print(BANNER, flush=True)
             app.notices.insert(0, choose_model(app, "").split("\n")[0])
+            app.notices.append(f"🔌 MCP servers: {', '.join(app.mcp.servers) or 'none configured'}")
+            app.mcp.start_all()          # while the person types
         for notice in filter(None, app.notices):
             screen.line(app.mask(notice))
         return run_line(app, screen, words, is_command) if words else repl(app, screen)

@@ -21,8 +21,10 @@ import base64
 import collections
 import contextlib
 import functools
+import hashlib
 import http.server
 import importlib
+import inspect
 import io
 import json
 import math
@@ -41,14 +43,16 @@ import textwrap
 import threading
 import time
 import unittest
+import urllib.parse
 import warnings
+import webbrowser
 from array import array
 
 import paicli
 
 HERE = pathlib.Path(__file__).resolve().parent
 PATH = HERE / "paicli.py"
-MAX_LINES = 5740                         # meant to stay under 4500: code search did not fit
+MAX_LINES = 7150                         # meant to stay under 4500: code search and MCP did not fit
 POSIX = os.name == "posix"
 
 
@@ -268,7 +272,7 @@ class FakeServer:
                     return entry(self)
                 self.answer(*entry)
 
-            do_GET = do_PUT = do_CONNECT = do_POST
+            do_GET = do_PUT = do_DELETE = do_CONNECT = do_POST
 
             def answer(self, status, headers, body):
                 self.send_response(status)
@@ -2717,6 +2721,849 @@ class TestTeam(Case):
         self.assertEqual((1, 2), (len(self.cast.texts("a")), len(self.cast.texts("review a"))))
 
 
+# ---- 18 --------------------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def smaller(kind, name, value):
+    """Have a limit of a class's section be smaller for a while: in paicli, or in what is swapped in."""
+    module = sys.modules[kind.__module__]
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+class Wire:
+    """A transport without a server: keeps what is sent; `answer` may react to it."""
+
+    def __init__(self, answer=lambda wire, message: None):
+        self.sent, self.flights, self.answer = [], [], answer
+
+    def start(self, on_message, on_close):
+        self.on_message, self.on_close = on_message, on_close
+
+    def send(self, message, cancel):
+        self.sent.append(message)
+        self.flights.append(cancel)
+        self.answer(self, message)
+
+    def close(self):
+        self.is_closed = True
+
+    def result(self, id_, **result):
+        self.on_message({"jsonrpc": "2.0", "id": id_, "result": result})
+
+
+class TestJsonRpc(Case):
+    """Section 18.  Two stars of three."""
+
+    def peer(self, answer=lambda wire, message: None):
+        self.wire = Wire(answer)
+        return paicli.Peer(self.wire)
+
+    def test_answers_find_their_requests(self):
+        peer = self.peer()
+        jobs = [paicli.Job("test", peer.request, "m", {"n": n}) for n in range(3)]
+        self.assertTrue(wait_for(lambda: len(self.wire.sent) == 3))
+        asked = {m["params"]["n"]: m for m in self.wire.sent}
+        self.assertEqual(("2.0", "m", int), (asked[0]["jsonrpc"], asked[0]["method"], type(asked[0]["id"])))
+        for noise in (42, "x", [1], None, {"id": 1, "result": {}}, {"jsonrpc": "2.0", "id": None, "result": {}}):
+            self.wire.on_message(noise)
+        self.wire.result(99, late=True)
+        self.wire.result(asked[2]["id"], n=2)
+        self.wire.result(str(asked[0]["id"]), n=0)        # some servers type ids as they like
+        self.wire.on_message([{"jsonrpc": "2.0", "id": asked[1]["id"], "result": {"n": 1}}])
+        self.assertEqual([{"n": 0}, {"n": 1}, {"n": 2}], [job.wait(timeout_s=10) for job in jobs])
+        self.wire.result(asked[0]["id"], n=9)
+
+    def test_an_error_is_raised_with_its_code(self):
+        answers = [{"error": {"code": -32602, "message": "bad\nname", "data": {"a": 1}}}, {"error": {}}, {"result": 5}, {},
+                   {"error": paicli.HttpError(500, "oh")}]
+        peer = self.peer(lambda wire, m: wire.on_message({"jsonrpc": "2.0", "id": m["id"], **answers[m["id"] - 1]}))
+        error = self.raises(paicli.McpError, r"^bad name \(code -32602\)$", peer.request, "m")
+        self.assertEqual((-32602, {"a": 1}), (error.code, error.data))
+        self.raises(paicli.McpError, "no reason given", peer.request, "m")
+        self.raises(paicli.McpError, "no result", peer.request, "m")
+        self.raises(paicli.McpError, "no result", peer.request, "m")
+        self.raises(paicli.HttpError, "oh", peer.request, "m")
+
+    def test_silence_and_cancel_end_a_request_and_the_other_side_hears_of_it(self):
+        peer, cancel = self.peer(), paicli.Cancel()
+        self.assertEqual("silent", self.raises(paicli.McpError, "no answer to m in 0.01 s", peer.request, "m", {}, 0.01).code)
+        self.assertEqual(("notifications/cancelled", 1), (self.wire.sent[1]["method"], self.wire.sent[1]["params"]["requestId"]))
+        self.assertNotIn("id", self.wire.sent[1])
+        self.assertTrue(self.wire.flights[0].is_set())
+        self.wire.answer = lambda wire, message: cancel.set("enough")
+        self.raises(paicli.Cancelled, "enough", peer.request, "m", {}, None, cancel)
+        self.assertEqual("notifications/cancelled", self.wire.sent[-1]["method"])
+        self.raises(paicli.McpError, "no answer", peer.request, "initialize", {}, 0.01)
+        self.assertEqual("initialize", self.wire.sent[-1]["method"])          # that may not be cancelled
+
+    def test_progress_and_a_question_of_the_server_prolong_a_request(self):
+        peer = self.peer()
+        job = paicli.Job("test", peer.request, "m", {"_meta": {"a": 1}}, 0.2)
+        self.assertTrue(wait_for(lambda: self.wire.sent))
+        id_ = self.wire.sent[0]["id"]
+        self.assertEqual({"a": 1, "progressToken": id_}, self.wire.sent[0]["params"]["_meta"])
+        began, free = time.monotonic(), threading.Event()
+        while time.monotonic() < began + 0.4:
+            peer.renew(id_)
+            time.sleep(0.01)
+        peer.renew(99)
+        peer.on_request = lambda method, params: free.wait(30) and {}
+        self.wire.on_message({"jsonrpc": "2.0", "id": 7, "method": "elicitation/create"})
+        self.raises(TimeoutError, "running", job.wait, None, 0.4)
+        self.wire.result(id_, ok=True)
+        self.assertEqual({"ok": True}, job.wait(timeout_s=10))
+        free.set()
+        with smaller(paicli.Peer, "MAX_RENEWALS", 0):
+            self.wire.answer = lambda wire, m: "id" in m and peer.renew(m["id"])
+            self.raises(paicli.McpError, "no answer", peer.request, "m", {}, 0.01)
+
+    def test_what_the_other_side_asks_is_answered(self):
+        peer, heard = self.peer(), []
+        peer.on_notification = lambda method, params: heard.append((method, params))
+        self.wire.on_message({"jsonrpc": "2.0", "method": "n/x", "params": {"a": 1}})
+        self.assertEqual([("n/x", {"a": 1})], heard)
+
+        def answer_to(id_, handler=None):
+            peer.on_request = handler or peer.on_request
+            self.wire.on_message({"jsonrpc": "2.0", "id": id_, "method": "foo/bar", "params": {"b": 2}})
+            self.assertTrue(wait_for(lambda: self.wire.sent and self.wire.sent[-1]["id"] == id_))
+            return self.wire.sent[-1]
+        self.assertEqual((-32601, "there is no method 'foo/bar'"), tuple(answer_to("s7")["error"].values()))
+        self.assertEqual({"foo/bar": {"b": 2}}, answer_to(8, lambda method, params: {method: params})["result"])
+        self.assertEqual({"code": -32603, "message": "division by zero"}, answer_to(9, lambda method, params: 1 / 0)["error"])
+        peer.on_request = None           # the modern protocol forbids answers
+        self.wire.on_message({"jsonrpc": "2.0", "id": 10, "method": "foo/bar"})
+        self.assertEqual(9, self.wire.sent[-1]["id"])
+        self.raises(paicli.McpError, "no method 'x'", paicli.refuse_request, "x", {})
+
+    def test_when_it_closes_nobody_waits_on(self):
+        peer = self.peer(lambda wire, m: m["method"] == "die" and wire.on_close("exited (signal 9)"))
+        self.assertEqual("closed", self.raises(paicli.McpError, "signal 9", peer.request, "die").code)
+        self.raises(paicli.McpError, "signal 9", peer.request, "m")
+        self.assertEqual(["die"], [m["method"] for m in self.wire.sent])
+        peer.notify("still")
+        self.assertEqual("still", self.wire.sent[-1]["method"])
+        peer = self.peer()
+        peer.close()
+        self.assertTrue(self.wire.is_closed)
+        self.raises(paicli.McpError, "was closed", peer.request, "m")
+
+
+# ---- 19 --------------------------------------------------------------------------------------------
+
+# A stdio server that is told by its first line what to do.
+PIPES = """import os, sys, subprocess
+out = sys.stdout.buffer
+"""
+
+
+class TestMcpTransports(Case):
+    """Section 19.  Three stars of three."""
+
+    def start(self, transport):
+        self.got, self.ends = [], queue.SimpleQueue()
+        self.stack.callback(transport.close)
+        transport.start(self.got.append, self.ends.put)
+        return transport
+
+    def stdio(self, code):
+        return self.start(paicli.StdioTransport([sys.executable, "-S", "-c", PIPES + code], dict(os.environ, LANG="C")))
+
+    def test_a_message_is_a_line_and_the_rest_is_noise(self):
+        wire = self.stdio(r'''
+line = sys.stdin.buffer.readline()
+out.write(b'\xef\xbb\xbf{"jsonrpc": "2.0"}\r\nServer version 1.2\n42\n\n{"text": "\xe4\xb8\x96 \xff"}\n' + line)
+out.write(b'{"long": "' + b'x' * (1 << 20) + b'"}\n{"cut": ')
+''')
+        wire.send({"say": "世界\ud800"}, paicli.Cancel())
+        self.assertRegex(self.ends.get(timeout=30), r"^the server exited \(code 0\)")
+        self.assertEqual([{"jsonrpc": "2.0"}, {"text": "世 \ufffd"}, {"say": "世界\ufffd"}], self.got[:3])
+        self.assertEqual(1 << 20, len(self.got[3]["long"]))
+        self.assertEqual(["stdout: Server version 1.2", "stdout: 42", "stdout: ", 'stdout: {"cut":'], list(wire.log))
+
+    def test_what_is_nested_too_deep_is_left_out(self):
+        deep = '{"a": {"b": [' + '{"x": ["]", ' * 5000 + "1" + "]}" * 5000 + '], "c": 1}, "d": [2]}'
+        found = paicli.parse_message(deep)
+        self.assertEqual((1, [2]), (found["a"].pop("c"), found.pop("d")))
+        self.assertLess(len(json.dumps(found)), 2000)
+        self.assertEqual([None, None, 5], [paicli.parse_message(text) for text in ("hi", '{"a": ', "5")])
+
+    def test_stderr_is_drained_and_its_end_is_kept(self):
+        wire = self.stdio('''
+sys.stderr.write("x" * 255 + "\\n" + "line\\n" * 50000 + "Error: missing API key\\n")
+sys.exit(3)''')
+        self.assertRegex(self.ends.get(timeout=30), r"^the server exited \(code 3\): line\n(.|\n)*Error: missing API key$")
+        self.assertEqual(paicli.LOG_LINES, len(wire.log))
+
+    def test_an_endless_line_and_a_killed_server_end_it(self):
+        with smaller(paicli.StdioTransport, "MAX_MESSAGE_BYTES", 1000):
+            wire = self.stdio("out.write(b'x' * 5000); out.flush(); sys.stdin.read()")
+            self.assertRegex(self.ends.get(timeout=30), "a line without an end")
+            self.assertTrue(wait_for(lambda: not paicli.has_group(wire.popen)))
+        wire = self.stdio("sys.stdin.read()")
+        os.kill(wire.popen.pid, 9)
+        self.assertEqual("the server exited (signal 9)", self.ends.get(timeout=30))
+        self.start(wire)                 # a new process, the same transport
+        wire.close()
+        self.assertRegex(self.ends.get(timeout=30), r"exited \(code 0\)")
+        self.assertFalse(wire.recover(paicli.McpError("x"), paicli.Cancel()))
+        self.raises(paicli.McpError, "^/no/such could not be started: .*No such file", self.start, paicli.StdioTransport(["/no/such"]))
+
+    def test_close_ends_the_whole_group(self):
+        wire = self.stdio('''
+subprocess.Popen(["sleep", "86123"]); out.write(b"{}\\n"); out.flush()
+import signal; signal.signal(15, signal.SIG_IGN); signal.pause()''')
+        self.assertTrue(wait_for(lambda: self.got))
+        for _ in range(1000):            # it does not read: that may block nobody
+            wire.send({"x": "y" * 1000}, paicli.Cancel())
+        with smaller(paicli.StdioTransport, "CLOSE_WAIT_S", 0.05):
+            wire.close()
+        self.assertEqual([], sleepers(86123))
+        self.assertEqual(-9, wire.popen.returncode)
+
+    def http_to(self, *script, auth=None, headers=None):
+        self.fake = self.server(*script)
+        return self.start(paicli.HttpTransport(self.http(), self.fake.url + "/mcp", headers, auth))
+
+    def ask(self, wire, method="tools/call", id_=1, **params):
+        wire.send({"jsonrpc": "2.0", "id": id_, "method": method, "params": params}, paicli.Cancel())
+        self.assertTrue(wait_for(lambda: self.got and (self.got[-1] or {}).get("id") == id_))
+        return self.got[-1]
+
+    @staticmethod
+    def events(*events, **headers):
+        return 200, {"Content-Type": "text/event-stream", **headers}, "".join(events).encode()
+
+    def test_an_answer_is_json_or_the_last_event(self):
+        wire = self.http_to(refuses(200, {"jsonrpc": "2.0", "id": 1, "result": {"a": 1}}),
+                            self.events(": hi\n\n", 'data: {"method": "n"}\n\n', 'event: message\ndata: {"id":\ndata: "2", "result": {}}\n\n'),
+                            (202, {}, b""), (202, {}, b""), headers={"X-Key": "k"})
+        self.assertEqual({"jsonrpc": "2.0", "id": 1, "result": {"a": 1}}, self.ask(wire))
+        self.ask(wire, id_=2)
+        self.assertEqual([{"method": "n"}, {"jsonrpc": "2.0", "id": 2, "result": {}}], self.got[1:])
+        wire.send({"jsonrpc": "2.0", "method": "notifications/x"}, paicli.Cancel())
+        self.assertIsInstance(self.ask(wire, id_=3)["error"], paicli.McpError)
+        self.assertEqual(1, self.fake.n_connections)
+        headers = self.fake.requests[0]["headers"]
+        self.assertEqual(("k", "application/json, text/event-stream", None),
+                         (headers["X-Key"], headers["Accept"], headers["MCP-Protocol-Version"]))
+
+    def test_an_older_session_is_kept_lost_and_ended(self):
+        wire = self.http_to((200, {"Content-Type": "application/json", "Mcp-Session-Id": "s1"}, b'{"id": 1, "result": {}}'),
+                            refuses(404, "gone"), refuses(400, {"error": {"code": -32000, "message": "No valid session ID"}}),
+                            refuses(400, {"error": {"code": -32602, "message": "no"}}), (200, {}, b""))
+        self.ask(wire, "initialize")
+        wire.version = "2025-11-25"
+        for id_ in (2, 3):
+            error = self.ask(wire, id_=id_)["error"]
+            self.assertTrue(wire.recover(error, paicli.Cancel()))
+            self.assertEqual("", wire.version)            # initialize, please
+            wire.version = "2025-11-25"
+        self.assertEqual({"code": -32602, "message": "no"}, self.ask(wire, id_=4)["error"])
+        self.assertFalse(wire.recover(paicli.McpError("no"), paicli.Cancel()))
+        wire.close()
+        seen = [(r["method"], r["headers"]["Mcp-Session-Id"], r["headers"]["MCP-Protocol-Version"]) for r in self.fake.requests[::4]]
+        self.assertEqual([("POST", None, None), ("DELETE", "s1", "2025-11-25")], seen)
+
+    def test_an_older_stream_goes_on_where_it_ended(self):
+        def answer(handler):
+            self.assertEqual(("GET", "e2"), (handler.command, handler.headers["Last-Event-ID"]))
+            handler.answer(*self.events('id: e3\ndata: {"id": 1, "result": {"ok": 1}}\n\n'))
+        first = self.events("id: e1\nretry: 10\ndata:\n\n", "id: e2\ndata\n\n")
+        wire = self.http_to(first, answer, first, streams_then_waits('{"method": "n"}'))
+        wire.version = "2025-11-25"
+        self.assertEqual({"ok": 1}, self.ask(wire)["result"])
+        wire.version = ""                # modern: it is lost
+        self.assertIsInstance(self.ask(wire, id_=2)["error"], paicli.McpError)
+        self.got.clear()
+        job = paicli.Job("test", wire.listen)
+        self.assertTrue(wait_for(lambda: {"method": "n"} in self.got))
+        wire.close()
+        job.wait(timeout_s=10)
+
+    def test_a_token_is_sent_and_made_better(self):
+        class Auth:
+            token, asked = "old", []
+
+            def header(self, url):
+                return "Bearer " + self.token
+
+            def on_refusal(self, url, status, challenge, cancel):
+                self.asked.append((url, status, challenge))
+                self.token = "new"
+                return len(self.asked) == 1
+        refused = 401, {"WWW-Authenticate": 'Bearer scope="a"', "Content-Type": "application/json"}, b'{"error": {"code": 1}}'
+        wire = self.http_to(refused, refused, refuses(500, "oh"), auth=Auth())
+        self.assertTrue(wire.recover(self.ask(wire)["error"], paicli.Cancel()))
+        self.assertEqual([(wire.url, 401, 'Bearer scope="a"')], Auth.asked)
+        self.assertFalse(wire.recover(self.ask(wire, id_=2)["error"], paicli.Cancel()))
+        self.assertFalse(wire.recover(self.ask(wire, id_=3)["error"], paicli.Cancel()))
+        self.assertEqual(["Bearer old", "Bearer new"], [r["headers"]["Authorization"] for r in self.fake.requests[:2]])
+
+    def test_modern_headers_say_what_the_body_says(self):
+        wire = self.http_to(*[refuses(200, {"id": 1, "result": {}})] * 2)
+        wire.param_paths = {"café": paicli.header_params({"properties": {
+            "a": {"type": "object", "properties": {"b": {"type": "integer", "x-mcp-header": "B"}}},
+            "c": {"type": "string", "x-mcp-header": "C"}, "d": {"type": "boolean", "x-mcp-header": "D"}}})}
+        meta = {"io.modelcontextprotocol/protocolVersion": "2026-07-28"}
+        self.ask(wire, name="café", arguments={"a": {"b": 5}, "c": "", "d": None}, _meta=meta)
+        headers = self.fake.requests[0]["headers"]
+        self.assertEqual(["2026-07-28", "tools/call", "=?base64?Y2Fmw6k=?=", "5", "", None], [headers[h] for h in (
+            "MCP-Protocol-Version", "Mcp-Method", "Mcp-Name", "Mcp-Param-B", "Mcp-Param-C", "Mcp-Param-D")])
+        wire.send({"jsonrpc": "2.0", "method": "notifications/cancelled"}, paicli.Cancel())
+        self.ask(wire, "resources/read", 2, uri="file:///a b", _meta=meta)
+        self.assertEqual((2, "file:///a b"), (len(self.fake.requests), self.fake.requests[1]["headers"]["Mcp-Name"]))
+        self.assertEqual(["true", "x y", "=?base64?IHg=?=", "=?base64?CQ==?=", "=?base64?PT9iYXNlNjQ/eD89?="],
+                         [paicli.header_value(v) for v in (True, "x y", " x", "\t", "=?base64?x?=")])
+
+    def test_a_header_that_cannot_be_makes_the_tool_unusable(self):
+        one = lambda name, kind="string": {"type": kind, "x-mcp-header": name}
+        for bad in ({"a": one("")}, {"a": one("a b")}, {"a": one("A"), "b": one("a")}, {"a": one("A", "number")}, {"a": one(5)},
+                    {"a": {"type": "array", "items": one("A")}}, {"a": {"anyOf": [one("A")]}}):
+            self.raises(ValueError, "header", paicli.header_params, {"properties": bad})
+        self.assertEqual({}, paicli.header_params(None))
+
+
+# ---- 21 --------------------------------------------------------------------------------------------
+
+def fake_mcp(era, m):
+    """-> what an MCP server answers to a message.  `era`: modern, legacy, dual, mute (to what it does not
+    know), fragile (ends at that), and old (another revision)."""
+    method, params, id_ = m.get("method"), m.get("params") or {}, m.get("id")
+    is_modern = "io.modelcontextprotocol/protocolVersion" in params.get("_meta", {})
+    field = {"type": "object", "properties": {"sure": {"type": "boolean", "default": True}}}
+    question = {"method": "elicitation/create", "params": {"message": "Sure?", "requestedSchema": field}}
+
+    def result(**values):
+        return {"jsonrpc": "2.0", "id": id_, "result": {**({"resultType": "complete"} if is_modern else {}), **values}}
+
+    def text(value, **more):
+        return [result(content=[{"type": "text", "text": value}], **more)]
+    if method is None:                   # the answer to its question
+        return [{"jsonrpc": "2.0", "id": 50, "result": {"content": [{"type": "text", "text": json.dumps(m["result"])}]}}] \
+            if "result" in m else []
+    if is_modern and era not in ("modern", "dual"):
+        return {"mute": [], "fragile": None}.get(era, [{"jsonrpc": "2.0", "id": id_, "error": {"code": -32601, "message": "no method"}}])
+    about = {"capabilities": {"tools": {}, "resources": {}, "prompts": {}}, "serverInfo": {"name": "fake"}}
+    schema = {"type": "object", "properties": {"text": {"type": "string"}}}
+    page = "" if "cursor" not in params else "2"
+    table = {
+        "server/discover": lambda: [result(**about, supportedVersions=["2025-11-25", "2026-07-28"])],
+        "initialize": lambda: [{"jsonrpc": "2.0", "method": "notifications/message", "params": {}}, result(
+            **about, protocolVersion="1999-01-01" if era == "old" else params["protocolVersion"])],
+        "tools/list": lambda: [result(tools=[{"name": n, "inputSchema": schema} for n in ("echo", "ask", "die", "fail")])] if page else [
+            result(tools=[{"name": "echo", "inputSchema": schema}, {"name": "wait"}, 5], nextCursor="")],
+        "resources/list": lambda: [result(resources=[{"uri": "memo://1", "name": "one"}])],
+        "resources/read": lambda: [result(contents=[{"uri": params["uri"], "text": "memo of " + params["uri"]}])],
+        "prompts/list": lambda: [result(prompts=[{"name": "greet", "arguments": [{"name": "who"}]}])],
+        "prompts/get": lambda: [result(messages=[{"role": "user", "content": {"type": "text", "text": "greet " + params["arguments"]["who"]}}])]}
+    if method in table:
+        return table[method]()
+    name = params.get("name")
+    if name == "die":
+        return None
+    if name == "ask" and is_modern:
+        if "inputResponses" in params:
+            return text(json.dumps([params["inputResponses"]["q"], params.get("requestState")]))
+        return [result(resultType="input_required", inputRequests={"q": question}, requestState="s\u20ac")]
+    if name == "ask":
+        return [{"jsonrpc": "2.0", "id": "q", **question}]
+    if name == "fail":
+        return text("no such file", isError=True)
+    if name == "echo":
+        return [{"jsonrpc": "2.0", "method": "notifications/tools/list_changed"},
+                {"jsonrpc": "2.0", "method": "notifications/progress", "params": {"progressToken": id_, "progress": 1}},
+                *text(params["arguments"]["text"])]
+    return [] if id_ is None or name == "wait" else [
+        {"jsonrpc": "2.0", "id": id_, "error": {"code": -32601, "message": "no method"}}]
+
+
+def mcp(era, path=""):
+    """The fake MCP server behind pipes; each start leaves a line in the file `path`."""
+    if path:
+        with open(path, "a", encoding="utf-8") as f:
+            f.write("started\n")
+    asked = None                         # the id of the call that waits for an answer of the client
+    for line in sys.stdin.buffer:
+        m = json.loads(line)
+        asked = m["id"] if (m.get("params") or {}).get("name") == "ask" else asked
+        answers = fake_mcp(era, m)
+        if answers is None:
+            sys.exit("Error: it ends here")
+        for answer in answers:
+            answer = {**answer, "id": asked} if answer.get("id") == 50 else answer
+            sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+# The same as a program that starts at once.
+MCP_SOURCE = "import json, sys\n" + inspect.getsource(fake_mcp) + inspect.getsource(mcp) + "mcp(*sys.argv[1:])"
+
+
+class AuthServer:
+    """An authorization server and, below /mcp, what it protects; `pages` has path -> JSON, or a function
+    (parameters, headers) -> (status, JSON), and `documents` is what the two well-known pages say."""
+
+    def __init__(self):
+        fake, self.requests, self.refresh_token = self, [], "r1"
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+                is_json = self.headers.get("Content-Type") == "application/json"
+                sent = (json.loads(body) if is_json else dict(urllib.parse.parse_qsl(body))) if body else {}
+                fake.requests.append((self.path, sent, self.headers))
+                page = fake.pages.get(self.path, lambda sent, headers: (404, {}))
+                status, answer = page(sent, self.headers) if callable(page) else (200, page)
+                answer = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            do_GET = do_POST
+
+            def log_message(self, *args):
+                pass
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.issuer = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.url = self.issuer + "/mcp"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+        self.resource = {"resource": self.url, "authorization_servers": [self.issuer]}
+        self.metadata = {"issuer": self.issuer, "code_challenge_methods_supported": ["S256"],
+                         **{f"{name}_endpoint": f"{self.issuer}/{name}" for name in ("authorization", "token", "registration")}}
+        self.pages = {"/.well-known/oauth-protected-resource/mcp": self.resource,
+                      "/.well-known/oauth-authorization-server": self.metadata, "/token": self.token,
+                      "/registration": lambda wish, headers: (201, {"client_id": f"c{len(self.sent('/registration'))}"})}
+
+    def token(self, form, headers):
+        return 200, {"access_token": f"t{len(self.sent('/token'))}", "refresh_token": self.refresh_token}
+
+    def sent(self, path):
+        return [sent for p, sent, _ in self.requests if p == path]
+
+    def paths(self):
+        return [path for path, _, _ in self.requests]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def refuse(status, error):
+    return lambda sent, headers: (status, {"error": error})
+
+
+class TestOauth(Case):
+    """Section 20.  Three stars of three."""
+
+    def setUp(self):
+        super().setUp()
+        self.fake, self.asked, self.answer = self.stack.enter_context(AuthServer()), [], {}
+        self.settings = {}
+        self.auth = self.oauth()
+
+    def person(self, page, cancel):
+        """Agrees to all; `answer` changes what comes back (None: a parameter that is missing)."""
+        self.asked.append(dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(page).query)))
+        answer = {"code": "abc", "state": self.asked[-1]["state"], **self.answer}
+        return {name: value for name, value in answer.items() if value is not None}
+
+    def oauth(self):
+        auth = paicli.OAuth(self.http(), self.path("mcp-auth.json"), self.person)
+        auth.settings[self.fake.url] = self.settings
+        return auth
+
+    def refused(self, status=401, challenge="Bearer", auth=None):
+        return (auth or self.auth).on_refusal(self.fake.url, status, challenge, paicli.Cancel())
+
+    def refused_unseen(self, challenge="Bearer"):
+        """A refusal in the background, where nobody can be asked."""
+        return self.auth.on_refusal(self.fake.url, 401, challenge, None)
+
+    def no_login(self, pattern):
+        """A 401 must end in an error, and no token may have been asked for."""
+        n = len(self.fake.sent("/token"))
+        self.raises(paicli.PaiError, pattern, self.refused)
+        self.assertEqual(n, len(self.fake.sent("/token")))
+
+    def test_a_challenge_is_read_and_a_place_is_known(self):
+        self.assertEqual({"scope": "a b", "error": "x"}, paicli.parse_challenge('Basic realm="y", Bearer scope="a b", error=x'))
+        self.assertEqual([{}, {}], [paicli.parse_challenge(text) for text in ("", "Negotiate")])
+        self.assertEqual(["https://a.b/.well-known/x/c/d", "https://a.b:1/.well-known/y"],
+                         [paicli.well_known("https://a.b/c/d", "x"), paicli.well_known("https://a.b:1/", "y")])
+
+    def test_a_login_goes_from_document_to_document_to_a_token(self):
+        self.assertIsNone(self.auth.header(self.fake.url))
+        self.assertTrue(self.refused())
+        self.assertEqual("Bearer t1", self.auth.header(self.fake.url))
+        self.assertEqual(["/.well-known/oauth-protected-resource/mcp", "/.well-known/oauth-authorization-server",
+                          "/registration", "/token"], self.fake.paths())
+        wish, form = self.fake.sent("/registration")[0], self.fake.sent("/token")[0]
+        self.assertEqual(("native", True), (wish["application_type"], "refresh_token" in wish["grant_types"]))
+        asked = self.asked[0]
+        digest = hashlib.sha256(form["code_verifier"].encode()).digest()
+        self.assertEqual(("S256", base64.urlsafe_b64encode(digest).rstrip(b"=").decode()),
+                         (asked["code_challenge_method"], asked["code_challenge"]))
+        self.assertEqual(("c1", "abc", self.fake.url), (form["client_id"], form["code"], form["resource"]))
+        self.assertEqual([wish["redirect_uris"][0]] * 2, [asked["redirect_uri"], form["redirect_uri"]])
+        self.assertNotIn("scope", asked)
+        self.assertEqual((self.fake.url, "code"), (asked["resource"], asked["response_type"]))
+        self.assertFalse(self.refused(403))              # forbidden is no question of logging in
+
+    def test_documents_are_looked_for_where_the_standards_say(self):
+        fake, prm = self.fake, "/.well-known/oauth-protected-resource"
+        fake.pages = {**fake.pages, prm + "/mcp": refuse(404, ""), prm: {**fake.resource, "resource": fake.issuer, "authorization_servers": [fake.issuer + "/t"]},
+                      "/t/.well-known/openid-configuration": {**fake.metadata, "issuer": fake.issuer + "/t"}}
+        self.assertTrue(self.refused())
+        self.assertEqual([prm + "/mcp", prm, "/.well-known/oauth-authorization-server/t", "/.well-known/openid-configuration/t",
+                          "/t/.well-known/openid-configuration", "/registration", "/token"], fake.paths())
+        self.assertEqual(fake.issuer, fake.sent("/token")[0]["resource"])
+        fake.requests.clear()
+        fake.pages["/here"] = fake.resource
+        self.assertTrue(self.refused(challenge=f'Bearer resource_metadata="{fake.issuer}/here"'))
+        self.assertEqual(["/here", "/.well-known/oauth-authorization-server"], fake.paths()[:2])
+        fake.pages.pop("/here"), fake.pages.pop(prm)      # as in 2025-03-26: the origin is the issuer
+        self.assertTrue(self.refused())
+
+    def test_documents_that_lie_or_make_no_sense_end_the_login(self):
+        fake = self.fake
+        for document, change, why in (
+                (fake.resource, {"resource": "https://evil.example/mcp"}, "not itself"), (fake.resource, {"resource": fake.url + "x"}, "not itself"),
+                (fake.resource, {"authorization_servers": [7]}, "makes no sense"), (fake.metadata, {"issuer": "https://evil.example"}, "says it is https://evil"),
+                (fake.metadata, {"code_challenge_methods_supported": []}, "PKCE"), (fake.metadata, {"registration_endpoint": "http://evil.example/"}, "no safe reg"),
+                (fake.metadata, {"authorization_endpoint": "file:///bin/sh"}, "no safe auth"), (fake.metadata, {"token_endpoint": "http://localhost:1@evil.example/"}, "no safe token")):
+            before = dict(document)
+            document.update(change)
+            self.no_login(why)
+            document.clear(), document.update(before)
+        fake.metadata["scopes_supported"] = None          # as some write "nothing"
+        fake.pages["/registration"] = refuse(403, "closed")
+        self.no_login("takes no client of ours .*closed.*set oauth.clientId")
+        fake.pages["/registration"] = {"client_id": "c"}
+        self.asked.clear()
+        self.raises(paicli.PaiError, "/mcp login", self.refused_unseen)
+        self.assertEqual([], self.asked)
+        fake.pages = {"/token": fake.token}
+        self.no_login("needs a login, but .* says it is None.*headers")
+
+    def test_an_answer_must_come_from_the_issuer_that_was_asked(self):
+        issuer, signed = self.fake.issuer, {"authorization_response_iss_parameter_supported": True}
+        for metadata, answer, why in (
+                (signed, {}, "nobody answered"), (signed, {"iss": issuer + "/"}, "/ answered"), ({}, {"iss": "https://evil.example"}, "evil.example answered"),
+                ({}, {"iss": "x", "code": None, "error": "denied"}, "x answered"), ({}, {"state": "other"}, "wrong state"), ({}, {"state": None}, "wrong state"),
+                ({}, {"code": None, "error": "access_denied"}, "access_denied")):
+            self.fake.pages["/.well-known/oauth-authorization-server"], self.answer = {**self.fake.metadata, **metadata}, answer
+            self.no_login(why)
+        self.fake.metadata.update(signed)
+        self.answer = {"iss": issuer}
+        self.assertTrue(self.refused())
+
+    def test_scopes_come_from_the_challenge_or_the_resource_and_grow(self):
+        self.fake.resource["scopes_supported"] = ["p", "q", "offline_access"]
+        self.assertTrue(self.refused(challenge='Bearer scope="a"'))
+        step = 'Bearer error="insufficient_scope", scope="b"'
+        self.assertEqual([True, False, False], [self.refused(403, text) for text in (step, step, 'Bearer error="insufficient_scope"')])
+        self.assertEqual((["a", "a b"], 1), ([asked["scope"] for asked in self.asked], len(self.fake.sent("/registration"))))
+        choose = paicli.choose_scope
+        self.assertEqual(["p q", ""], [choose("", {}, self.fake.resource, {}), choose("", {}, {}, {"scopes_supported": ["offline_access"]})])
+        self.assertEqual("a offline_access", choose("", {"scope": "a"}, self.fake.resource, {"scopes_supported": ["offline_access", "z"]}))
+
+    def test_a_client_shows_itself_as_the_issuer_wants(self):
+        made = {"client_id": "i:d", "client_secret": "s/t"}
+        basic = "Basic " + base64.b64encode(b"i%3Ad:s%2Ft").decode()
+        for way, secret, header in (("client_secret_basic", None, basic), ("client_secret_post", "s/t", None), ("none", None, None)):
+            self.auth.logout(self.fake.url)
+            self.fake.metadata["token_endpoint_auth_methods_supported"] = [way]
+            self.fake.pages["/registration"] = lambda wish, headers: (201, made)
+            self.assertTrue(self.refused())
+            _, form, headers = self.fake.requests[-1]
+            self.assertEqual((way, secret, header), (self.fake.sent("/registration")[-1]["token_endpoint_auth_method"],
+                                                     form.get("client_secret"), headers["Authorization"]))
+
+    def test_a_configured_client_comes_first_then_a_document_then_registering(self):
+        self.fake.metadata["client_id_metadata_document_supported"] = True
+        self.settings.update(clientMetadataUrl="https://me.example/c.json", callbackPort=8123)
+        self.assertTrue(self.refused())
+        self.assertEqual("http://127.0.0.1:8123/callback", self.asked[0]["redirect_uri"])
+        self.auth.logout(self.fake.url)
+        self.fake.pages["/token"] = lambda form, headers: refuse(400, "invalid_client")(0, 0) if ":" in form["client_id"] else self.fake.token(0, 0)
+        self.assertTrue(self.refused())
+        self.auth.logout(self.fake.url)
+        self.settings.update(clientId="mine")
+        self.assertTrue(self.refused())
+        self.assertEqual(["https://me.example/c.json"] * 2 + ["c1", "mine"], [asked["client_id"] for asked in self.asked])
+        self.assertEqual((1, "mine"), (len(self.fake.sent("/registration")), self.fake.sent("/token")[-1]["client_id"]))
+
+    def test_a_program_without_a_person_uses_client_credentials(self):
+        self.settings.update(clientId="me", clientSecret="s", grantType="client_credentials")
+        self.assertTrue(self.refused_unseen("Bearer scope=a"))
+        self.assertEqual([{"grant_type": "client_credentials", "scope": "a", "resource": self.fake.url, "client_id": "me"}], self.fake.sent("/token"))
+
+    def test_a_refused_token_is_refreshed_without_a_person(self):
+        self.refused(challenge="Bearer scope=a")
+        self.fake.refresh_token = None                    # the old one stays
+        self.assertEqual([True] * 2, [self.refused(), self.refused()])
+        self.assertEqual([{"grant_type": "refresh_token", "refresh_token": "r1", "client_id": "c1", "resource": self.fake.url, "scope": "a"}] * 2, self.fake.sent("/token")[1:])
+        self.fake.pages["/token"] = refuse(503, "later")
+        self.raises(paicli.HttpError, "503", self.refused)
+        self.assertEqual(1, len(self.asked))
+        self.fake.pages["/token"] = lambda form, headers: refuse(400, "invalid_grant")(0, 0) if "refresh_token" in form else self.fake.token(0, 0)
+        self.assertTrue(self.refused())
+        self.assertEqual(2, len(self.asked))
+        self.fake.pages["/token"] = lambda form, headers: (200, {"error": "bad_code"})
+        self.raises(paicli.PaiError, "bad_code", self.refused)
+
+    def test_those_refused_at_the_same_time_share_one_login(self):
+        other, looked = self.oauth(), threading.Semaphore(0)
+        header = self.auth.header
+        self.auth.header = lambda url: (header(url), looked.release())[0]
+
+        def person(page, cancel):
+            jobs.append(paicli.Job("second", self.refused))
+            for _ in range(3):                            # twice the first, once the second
+                self.assertTrue(looked.acquire(timeout=30))
+            return self.person(page, cancel)
+        jobs, self.auth.authorize = [], person
+        self.assertEqual([True, True], [self.refused(), jobs[0].wait(timeout_s=30)])
+        self.assertTrue(self.refused(auth=other))         # another process finds it in the file
+        self.assertEqual((1, "Bearer t1"), (len(self.asked), other.header(self.fake.url)))
+        cancel = paicli.Cancel()
+        cancel.set("stop")
+        self.assertRaises(paicli.Cancelled, self.auth.on_refusal, self.fake.url, 401, "", cancel)
+
+    def test_another_issuer_sees_nothing_of_the_first(self):
+        self.refused(challenge="Bearer scope=a")
+        second = self.stack.enter_context(AuthServer())
+        self.fake.resource["authorization_servers"] = [second.issuer]
+        second.pages["/registration"] = lambda wish, headers: (201, {"client_id": "new"})
+        self.assertTrue(self.refused())
+        self.assertEqual((["new"], "new"), ([form["client_id"] for form in second.sent("/token")], self.asked[1]["client_id"]))
+        self.assertNotRegex(repr(second.requests), "'c1'|'r1'")
+        self.assertNotIn("scope", self.asked[1])
+        self.settings.update(clientId="me", clientSecret="secret")
+        self.fake.resource["authorization_servers"] = [self.fake.issuer]
+        self.no_login("moved its login to")
+
+    def test_tokens_are_kept_in_a_private_file_until_logout(self):
+        self.refused()
+        path = self.path("mcp-auth.json")
+        self.assertEqual("Bearer t1", self.oauth().header(self.fake.url))
+        self.assertEqual(0o600 if POSIX else 0, stat.S_IMODE(os.stat(path).st_mode) if POSIX else 0)
+        self.auth.logout(self.fake.url)
+        self.assertEqual([None, None], [self.auth.header(self.fake.url), self.oauth().header(self.fake.url)])
+        self.write("mcp-auth.json", "[1")
+        self.auth = self.oauth()
+        os.remove(path), os.mkdir(path)                   # it can't be written: then for this run only
+        self.assertEqual((True, "Bearer t2"), (self.refused(), self.auth.header(self.fake.url)))
+
+    def test_a_browser_comes_back_with_the_answer(self):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+            page = "https://issuer.example/?" + urllib.parse.urlencode({"redirect_uri": f"http://127.0.0.1:{port}/callback"})
+            self.raises(paicli.PaiError, f"no login on port {port}", paicli.login_in_browser, repr, repr, page, paicli.Cancel())
+        shown, cancel = [], paicli.Cancel()
+
+        def browser(page):
+            """Connects for nothing, then for an icon, then with the answer."""
+            for request in (b"", b"GET /favicon.ico HTTP/1.1\r\n\r\n", b"GET /callback?code=a%20b&state=s HTTP/1.1\r\n\r\n"):
+                sock = self.stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                sock.sendall(request)
+                sock.shutdown(socket.SHUT_WR)
+        self.assertEqual({"code": "a b", "state": "s"}, paicli.login_in_browser(shown.append, browser, page, cancel))
+        self.assertEqual([page], shown)
+        self.assertRaises(paicli.Cancelled, paicli.login_in_browser, shown.append, lambda page: cancel.set("stop"), page, cancel)
+
+
+class TestMcp(Case):
+    """Section 21.  Three stars of three."""
+
+    def argv(self, era):
+        return [sys.executable, "-S", "-c", MCP_SOURCE, era, self.path("starts")]
+
+    def client(self, era, handlers=None, **options):
+        self.wire = paicli.StdioTransport(self.argv(era), dict(os.environ))
+        client = paicli.McpClient(self.wire, handlers, **options)
+        self.stack.callback(client.close)
+        client.connect()
+        return client
+
+    def n_starts(self):
+        return self.bytes_of("starts").count(b"\n")
+
+    def elicit(self, params):
+        return paicli.elicit(lambda question: "y" if "y/N" in question else "", params)
+
+    def use(self, client):
+        """What every server must give, whichever protocol it speaks."""
+        self.assertEqual(["echo", "wait", "ask", "die", "fail"], [t["name"] for t in client.list_tools()])
+        self.assertEqual("hi", client.call_tool("echo", {"text": "hi"})["content"][0]["text"])
+        self.assertEqual(["memo://1"], [r["uri"] for r in client.list_resources()])
+        self.assertEqual("memo of x:y", client.read_resource("x:y")[0]["text"])
+        self.assertEqual(["greet"], [p["name"] for p in client.list_prompts()])
+        self.assertEqual("greet Ann", client.get_prompt("greet", {"who": "Ann"})[0]["content"]["text"])
+        self.raises(paicli.McpError, "no method", client.call_tool, "nothing", {})
+        return json.loads(client.call_tool("ask", {})["content"][0]["text"])
+
+    def test_both_protocols_are_spoken(self):
+        handlers = {"elicitation/create": self.elicit, "roots/list": lambda params: {"roots": []}}
+        client = self.client("legacy", handlers)
+        self.assertEqual({"action": "accept", "content": {"sure": True}}, self.use(client))
+        self.assertEqual("2025-11-25", client.version)
+        client.close()
+        client.connect()                 # what it speaks is known now
+        self.assertEqual("hi", client.call_tool("echo", {"text": "hi"})["content"][0]["text"])
+        client = self.client("modern", handlers)
+        self.assertEqual([{"action": "accept", "content": {"sure": True}}, "s\u20ac"], self.use(client))
+        self.assertEqual("2026-07-28", client.version)
+        self.assertEqual(3, self.n_starts())
+
+    def test_over_http_too(self):
+        def answer(handler):
+            handler.answer(*(refuses(200, a[-1]) if a else (202, {}, b"")) if (a := fake_mcp(era, handler.body)) is not None else (404, {}, b""))
+        for era in ("modern", "legacy"):
+            http = self.server(*[answer] * 20)
+            client = paicli.McpClient(paicli.HttpTransport(self.http(), http.url), {"elicitation/create": self.elicit})
+            client.connect()
+            self.assertEqual(era == "modern", client.version == paicli.MODERN)
+            client.list_tools()
+            self.assertEqual("hi", client.call_tool("echo", {"text": "hi"})["content"][0]["text"])
+            client.close()
+        http = self.server(refuses(403, "no"))
+        self.raises(paicli.HttpError, "403", paicli.McpClient(paicli.HttpTransport(self.http(), http.url)).connect)
+
+    def test_what_does_not_know_the_probe_is_initialized(self):
+        with smaller(paicli.McpClient, "PROBE_TIMEOUT_S", 0.5):
+            self.assertEqual(("2025-11-25", 1), (self.client("mute").version, self.n_starts()))
+        self.assertEqual(("2025-11-25", 3), (self.client("fragile").version, self.n_starts()))
+        self.raises(paicli.McpError, "the server speaks version '1999-01-01'", self.client, "old")
+
+    def test_a_result_of_an_unknown_type_and_a_server_that_only_asks_back(self):
+        client = paicli.McpClient(Wire(lambda wire, m: wire.result(m["id"], resultType="task" if m["params"].get("name") == "t" else "input_required")))
+        client._open()
+        self.raises(paicli.McpError, "type 'task'", client.call_tool, "t", {})
+        self.raises(paicli.McpError, "asked back 10 times", client.call_tool, "x", {})
+        self.assertEqual([], client.list_prompts() + client.list_resources())
+
+    def manager(self, configs, events=None):
+        def make(name, entry):
+            client = None if "error" in entry else paicli.McpClient(
+                paicli.StdioTransport([entry["command"], *entry.get("args", ())], dict(os.environ)), {"elicitation/create": self.elicit})
+            return paicli.McpServer(name, entry, client, lambda data, mime: f"<{len(data)} {mime}>", events.append if events is not None else print)
+        servers = paicli.McpServers(make(*item) for item in configs.items())
+        self.stack.callback(servers.close)
+        return servers
+
+    def entry(self, era, **more):
+        argv = self.argv(era)
+        return {"command": argv[0], "args": argv[1:], **more}
+
+    def test_servers_live_and_fail_each_on_its_own(self):
+        events = []
+        servers = self.manager({"a": self.entry("dual", autoApprove=["echo"]), "gone": {"command": "/no/such"}, "off": {"command": "x", "disabled": True},
+                                "bad": {"error": "bad.command: the variable X is not set"}}, events)
+        tools = {t.name: t for t in servers.tools(30, paicli.Cancel())}
+        self.assertEqual({"list_resources": 3, "read_resource": 3, "echo": 1, "wait": 3, "ask": 3, "die": 3, "fail": 3},
+                         {name[8:]: t.level for name, t in tools.items()})
+        self.assertRegex(servers.status(), r"^● a +ready \| stdio \| 7 tools \| \d+ s \| PID \d+ \| 2026-07-28\n✗ gone +error .*No such file.*\n"
+                                           r"○ off +disabled \| stdio\n✗ bad .*the variable X is not set$")
+        run = lambda name, **arguments: tools["mcp__a__" + name].run(arguments, paicli.Cancel())
+        self.assertEqual("hi", run("echo", text="hi"))
+        self.assertEqual([{"type": "wait", "text": "🔌 a: 1 "}], events)
+        self.raises(paicli.ToolError, "no such file", run, "fail")
+        self.assertEqual(("memo://1  one", "memo of m:1"), (run("list_resources"), run("read_resource", uri="m:1")))
+        self.assertIsNot(tools["mcp__a__echo"], servers.tools(0, paicli.Cancel())[2])       # list_changed came with echo
+        self.raises(paicli.McpError, r"exited \(code 1\): Error: it ends here", run, "die")
+        self.assertIn("| the server exited (code 1)", servers.status())
+        self.assertEqual("again", run("echo", text="again"))
+        self.raises(paicli.McpError, "ends here", run, "die")
+        self.raises(paicli.McpError, "started again soon", run, "echo", text="at once")
+        self.assertRegex(servers.disable("a"), "○ a +disabled")
+        self.raises(paicli.McpError, "not ready .disabled", run, "echo", text="x")
+        self.assertEqual([], servers.tools(0, paicli.Cancel()))
+        self.assertRegex(servers.restart("a") + servers.enable("a"), "ready.*ready")
+        self.assertIn("it ends here", servers.logs("a"))
+        self.assertEqual("", servers.logs("bad"))
+        self.raises(paicli.ConfigError, "no MCP server 'gon'; did you mean gone", servers.find, "gon")
+        pid = servers.find("a").client.transport.popen.pid
+        servers.close()
+        self.raises(ProcessLookupError, "process", os.kill, pid, 0)
+
+    def test_the_configuration_is_filled_in_and_checked(self):
+        read = lambda servers, is_own=True: paicli.read_servers(json.dumps({"mcpServers": servers}).encode(), {"A": "1;$(x)", "E": ""}, is_own)
+        self.assertEqual({"command": "1;$(x)", "args": ["$A", "d", "", "e}"], "timeout": 90, "env": {"K": "-"}, "autoApprove": ["t"]}, read({"s": {
+            "command": "${A}", "args": ["$A", "${N:-d}", "${E}", "${E:-e}}"], "timeout": 90000, "env": {"K": "${N:--}"}, "autoApprove": ["t"]}})["s"])
+        for entry, error in (({"command": "${NOPE}"}, "s.command: the variable NOPE is not set"), ({}, "s needs either"), (5, "s should be of type object"),
+                             ({"command": "x", "url": "y"}, "s needs either"), ({"command": "x", "args": "y"}, "s.args should be of type array"),
+                             ({"url": "http://x", "headers": {"A": "b\r\nc"}}, "s.headers.A can't be")):
+            self.assertRegex(read({"s": entry, "t": {"command": "ok"}})["s"]["error"], "^" + error)
+        self.assertEqual({"command": "x"}, read({"s": {"command": "x", "autoApprove": ["t"]}}, False)["s"])
+        for text in (b"{", b"[]", b'{"mcpServers": []}'):
+            self.raises(paicli.ConfigError, "it should be {\"mcpServers\"", paicli.read_servers, text, {}, True)
+
+    def test_names_are_safe_stable_and_never_shared(self):
+        names = [("a", "read-file"), ("a", "read_file"), ("a", "read.file"), ("a", "read file"), ("a__b", "c"), ("a", "b__c"), ("a_", "c"), ("a", "_c"),
+                 ("a", "x" * 80), ("a", "x" * 81), ("世", "界")]
+        made = [paicli.tool_name(*name) for name in names]
+        self.assertEqual(len(names), len(set(made)))
+        self.assertEqual(["mcp__a__read-file", "mcp__a__read_file"], made[:2])
+        self.assertRegex(made[2], "^mcp__a__read_file_[0-9a-f]{6}$")
+        self.assertEqual([], [name for name in made if not re.fullmatch("[a-zA-Z0-9_-]{1,64}", name)])
+
+    def test_schemas_are_made_fit_for_models(self):
+        empty = {"type": "object", "properties": {}}
+        for odd in (None, {}, {"type": "object"}, {"type": "string"}, 5, {"type": "object", "properties": None}):
+            self.assertEqual(empty, paicli.clean_schema(odd))
+        schema = {"$schema": "x", "type": "object", "$defs": {"N": {"$ref": "#/$defs/N", "$id": "y"}}, "required": ["anyOf"], "properties": {
+            "anyOf": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "description": "d"},
+            "b": {"oneOf": [{"type": "string"}, {"type": "integer"}]}, "c": {"$ref": "http://evil/x"}, "d": {"$ref": "#/$defs/N"},
+            "e": {"enum": [{"$id": 1}], "description": "x" * 2000}}}
+        before, cleaned = json.dumps(schema), paicli.clean_schema(schema)
+        self.assertEqual(before, json.dumps(schema))
+        p = cleaned["properties"]
+        self.assertLess(len(p["e"].pop("description")), 1100)
+        self.assertEqual({"anyOf": {"type": "string", "default": None, "description": "d"}, "c": {}, "d": {"$ref": "#/$defs/N"}, "e": {"enum": [{"$id": 1}]},
+                          "b": {"description": 'One of: [{"type": "string"}, {"type": "integer"}]'}}, p)
+        self.assertEqual(({"N": {"$ref": "#/$defs/N"}}, ["anyOf"], False), (cleaned["$defs"], cleaned["required"], "$schema" in cleaned))
+
+    def test_content_becomes_text_and_the_rest_is_saved(self):
+        save = lambda data, mime: f"<{len(data)} {mime}>"
+        data = base64.b64encode(b"x" * 3000).decode()
+        blocks = [{"type": "text", "text": "a"}, {"type": "image", "data": data, "mimeType": "image/png"}, {"type": "resource_link", "uri": "u", "name": "n"},
+                  {"type": "resource", "resource": {"uri": "u", "text": "t"}}, {"type": "resource", "resource": {"blob": data.rstrip("=")}}, {"type": "x-foo"}, 5]
+        self.assertEqual("a\n[image/png, 2 KB: <3000 image/png>]\n" '[{"type": "resource_link", "uri": "u", "name": "n"}]'
+                         "\nt\n[data, 2 KB: <3000 data>]\n" '[{"type": "x-foo"}]\n[5]', paicli.content_text(blocks, save))
+        self.assertEqual('{"a": 1}', paicli.result_text({"content": [], "structuredContent": {"a": 1}}, save))
+        self.assertRegex(paicli.result_text({"content": [{"type": "text", "text": "x" * 70000}]}, save), r"x\n\[all of it: <70000 text/plain>\]$")
+        self.raises(paicli.ToolError, "^no$", paicli.result_text, {"isError": True, "content": [{"type": "text", "text": "no"}]}, save)
+        self.raises(paicli.ToolError, "does not say why", paicli.result_text, {"isError": True}, save)
+
+    def test_a_server_asks_the_person(self):
+        def asked(*answers, **params):
+            self.questions, answers = [], list(answers)
+            return paicli.elicit(lambda question: self.questions.append(question) or answers.pop(0), {"message": "Who?", **params})
+        schema = {"required": ["age"], "properties": {"name": {"type": "string", "default": "Ann"}, "age": {"type": "integer"}, "x": {"type": "boolean"}}}
+        self.assertEqual({"action": "accept", "content": {"name": "Ann", "age": 5}}, asked("y", "", "five", "", "5", "", requestedSchema=schema))
+        self.assertEqual(6, len(self.questions))
+        self.assertEqual([{"action": "decline"}] * 2, [asked("", requestedSchema=schema), asked(None, requestedSchema=schema)])
+        self.assertEqual({"action": "cancel"}, asked("y", None, requestedSchema=schema))
+        self.assertEqual(["accept", "decline"], [asked(a, mode="url", url="http://x")["action"] for a in ("y", None)])
+        self.assertIn("http://x", self.questions[0])
+
+
 # ---- 12 --------------------------------------------------------------------------------------------
 
 class TestJavaLexer(unittest.TestCase):
@@ -3875,6 +4722,94 @@ class TestCommands(Case):
 
 # ---- 23 --------------------------------------------------------------------------------------------
 
+    def mcp_json(self, place, era, **more):
+        self.write(place + "/mcp.json", json.dumps({"mcpServers": {"fake": {
+            "command": sys.executable, "args": ["-S", "-c", MCP_SOURCE, era], **more}}}))
+
+    def test_mcp_servers_are_shown_and_run(self):
+        self.assertRegex(paicli.run_command(self.app(), "/mcp"), "none configured")
+        self.mcp_json("home", "dual", autoApprove=["echo"])
+        app = self.app()
+        self.assertRegex(paicli.run_command(app, "/mcp"), "^● fake +ready ")
+        self.assertEqual(["  @fake:memo://1  ", "  @fake:greet?who=...  "], [paicli.manage_servers(app, what + " fake") for what in ("resources", "prompts")])
+        self.assertRegex(paicli.manage_servers(app, "disable fake") + paicli.manage_servers(app, "restart fake"), "disabled.*\n?.*ready")
+        self.assertEqual("It wrote nothing to its stderr.", paicli.manage_servers(app, "logs fake"))
+        self.raises(paicli.ConfigError, "no MCP server 'fak'; did you mean fake", paicli.manage_servers, app, "logs fak")
+        self.raises(paicli.ConfigError, "^usage: /mcp", paicli.manage_servers, app, "fake")
+        model = app.agent.model = ScriptedModel(reply_of(call("mcp__fake__echo", {"text": "over there"})), paicli.Reply("done", "", [], paicli.Usage(1, 1), "stop"))
+        self.assertEqual("done", app.run_turn("use it with @fake:memo://1, and @fake:greet?who=Ann."))
+        self.assertIn("memo of memo://1", model.sent[0][-1]["content"])
+        self.assertIn("greet Ann", model.sent[0][-1]["content"])
+        self.assertEqual("over there", model.sent[1][-1]["content"])
+        self.assertIn("mcp__fake__echo", model.sent[0][0]["content"])
+        paicli.manage_servers(app, "disable fake")
+        paicli.refresh_tools(app, paicli.Cancel())
+        self.assertNotIn("mcp__fake__echo", app.agent.toolbox.tools)
+        self.assertEqual("@fake:x @no:y", paicli.with_resources(paicli.McpServers([]), "@fake:x @no:y", paicli.Cancel()))
+
+    def test_a_login_goes_through_the_browser_if_the_person_agrees(self):
+        fake, answers, http = self.stack.enter_context(AuthServer()), [None, "n", "y"], self.http()
+        fake.pages["/mcp"] = lambda sent, headers: (200, (fake_mcp("modern", sent) or [{}])[-1]) \
+            if headers["Authorization"] == "Bearer t1" else (401, {})
+
+        class Browser:
+            def open(self, page, *args):
+                asked = dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(page).query))
+                back = f"{asked['redirect_uri']}?code=abc&state={asked['state']}"
+                paicli.Job("browser", http.json, "GET", back)
+        webbrowser.register("test", None, Browser(), preferred=True)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.write("home/mcp.json", json.dumps({"mcpServers": {"local": {"command": "x"}, "far": {
+            "url": fake.url, "oauth": {"callbackPort": port}}}}))
+        app = self.app(DISPLAY=":0")
+        app.ask = lambda question, cancel: questions.append(question) or answers.pop(0)
+        questions = []
+        self.assertRegex(paicli.run_command(app, "/mcp"), "(?m)^✗ far .*: /mcp login NAME$")
+        self.assertEqual([], questions)                   # in the background nobody is asked
+        for wanted in ("it needs a login", "it needs a login", "^● far "):
+            self.assertRegex(paicli.run_command(app, "/mcp login far"), wanted)
+        self.assertRegex(questions[0], f"log in at {fake.issuer[7:]}. Open")
+        self.assertIn(f"Log in here: {fake.issuer}/authorization?", next(e["text"] for e in iter(app.events.get, None) if e["type"] == "notice"))
+        self.assertRegex(paicli.run_command(self.app(), "/mcp"), "(?m)^● far ")
+        self.assertRegex(paicli.run_command(app, "/mcp logout far"), "^○ far ")
+        self.assertRegex(paicli.run_command(self.app(), "/mcp"), "(?m)^✗ far ")
+        self.raises(paicli.ConfigError, "local is a program", paicli.manage_servers, app, "login local")
+
+    def test_a_folder_s_servers_need_trust(self):
+        self.mcp_json("home", "dual", env={"A": "${HOME}${PROJECT_DIR}"})
+        self.mcp_json(".paicli", "legacy", autoApprove=["echo"])
+        app = self.app()
+        self.assertEqual(["dual"], [s.entry["args"][-1] for s in app.mcp.servers.values()])
+        self.assertEqual(self.folder * 2, app.mcp.servers["fake"].entry["env"]["A"].replace(os.path.expanduser("~"), self.folder))
+        self.assertRegex("\n".join(app.notices), r"mcp.json is not loaded: it needs your trust")
+        questions = []
+        app.trust = paicli.Trust(self.path("home/trust"), lambda question, cancel: questions.append(question) or "y")
+        self.assertEqual(("legacy", None), (paicli.load_servers(app)["fake"]["args"][-1], paicli.load_servers(app)["fake"].get("autoApprove")))
+        self.assertRegex(questions[0], "would start programs .* in place of yours of the same name: fake")
+        self.write("home/mcp.json", "{")
+        paicli.load_servers(app)
+        self.assertRegex(app.notices[-1], "home/mcp.json is not loaded: it should be")
+
+    def test_a_server_may_ask_the_model_if_the_person_agrees(self):
+        app, said = self.app(), iter(("n", "y"))
+        app.ask = lambda question, cancel: questions.append(question) or next(said)
+        questions, model = [], ScriptedModel(paicli.Reply("four", "", [], paicli.Usage(1, 1), "stop"))
+        app.agent.model = model
+        asked = {"systemPrompt": "count", "messages": [{"role": "user", "content": {"type": "text", "text": "2+2?"}}]}
+        server = paicli.make_server(app, {}, "s", {"url": "http://127.0.0.1:1/"})
+        self.raises(paicli.McpError, "said no", server.client.handlers["sampling/createMessage"], asked)
+        self.assertEqual({"type": "text", "text": "four"}, paicli.sample(app, "s", asked)["content"])
+        self.assertEqual([[{"role": "system", "content": "count"}, {"role": "user", "content": "2+2?"}]], model.sent)
+        self.assertRegex(questions[1], r"server s asks your model:\n    2\+2\?")
+        self.assertEqual("file://" + self.folder, server.client.handlers["roots/list"]({})["roots"][0]["uri"])
+        path = paicli.save_content(self.path("home"), b"x", "image/svg+xml")
+        self.assertRegex(path, r"home/mcp-files/[0-9a-f]{12}\.svg$")
+        self.assertEqual("x", app.files.load(path)[1].text)
+        self.write("file", "")
+        self.assertRegex(paicli.save_content(self.path("file"), b"x", ""), "^not saved")
+
+
 class Stream(io.StringIO):
     """A stream that says whether it is a terminal."""
 
@@ -4694,6 +5629,46 @@ def bench_search():
     print(f"  20,000 vectors of 256      {statistics.median(ratios):6.1f} times as fast as a loop of cosine() (at least 15)")
 
 
+def conformance(url):
+    """A client for the official MCP suite: lists a server's tools and calls what the scenario wants."""
+    scenario = os.environ["MCP_CONFORMANCE_SCENARIO"]
+    context = json.loads(os.environ.get("MCP_CONFORMANCE_CONTEXT") or "{}")
+    http = paicli.Http()
+
+    def ask(question):                   # the person: agrees, takes each default
+        return "y" if "[y/N]" in question else "" if "default" in question else "true"
+
+    def authorize(page, cancel):         # the browser: is sent on at once
+        try:
+            with http.open("GET", page, cancel=cancel):
+                raise paicli.PaiError("no redirect")
+        except paicli.HttpError as e:
+            if not 300 <= e.status < 400:
+                raise
+            return dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(e.headers["Location"]).query))
+    settings = {"clientMetadataUrl": "https://conformance-test.local/client-metadata.json",
+                **{name: context[key] for name, key in (("clientId", "client_id"), ("clientSecret", "client_secret")) if key in context},
+                **({"grantType": "client_credentials"} if "client-credentials" in scenario else {})}
+    with tempfile.TemporaryDirectory() as folder:
+        auth, cancel = paicli.OAuth(http, os.path.join(folder, "tokens"), authorize), paicli.Cancel()
+        auth.settings[url] = settings
+        client = paicli.McpClient(paicli.HttpTransport(http, url, auth=auth), {"elicitation/create": functools.partial(paicli.elicit, ask)})
+        with contextlib.closing(client):
+            client.connect(cancel)
+            tools = {t["name"]: t for t in client.list_tools(cancel)}
+            known = {"add_numbers": {"a": 5, "b": 3}, "valid_tool": {"region": "eu"}}
+            wanted = [(c["name"], c["arguments"]) for c in context.get("toolCalls", ())]
+            if "json_schema_echo" in tools:
+                wanted = [("json_schema_echo", {"schema": tools["json_schema_2020_12_tool"]["inputSchema"]})]
+            if "no-deref" not in scenario:
+                for name, arguments in wanted or [(name, known.get(name, {})) for name in tools]:
+                    client.call_tool(name, arguments, cancel)
+            for resource in client.list_resources(cancel):
+                client.read_resource(resource["uri"], cancel)
+            for prompt in client.list_prompts(cancel):
+                client.get_prompt(prompt["name"], {}, cancel)
+
+
 def run(*args):
     """paicli.py ARGS, for tests that start the program."""
     sys.exit(paicli.main(list(args)))
@@ -4702,7 +5677,7 @@ def run(*args):
 if __name__ == "__main__":
     sys.modules["test_paicli"] = sys.modules["__main__"]
     commands = {"blank": blank, "check": check, "prove": prove, "map": show_map, "bench": bench,
-                "torture": torture, "run": run}
+                "torture": torture, "run": run, "conformance": conformance, "mcp": mcp}
     name, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
     if name in commands and (arguments or name not in ("blank", "check")):
         commands[name](*arguments)
