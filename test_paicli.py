@@ -4747,6 +4747,13 @@ class TestCommands(Case):
         self.assertNotIn("mcp__fake__echo", app.agent.toolbox.tools)
         self.assertEqual("@fake:x @no:y", paicli.with_resources(paicli.McpServers([]), "@fake:x @no:y", paicli.Cancel()))
 
+    def test_the_steps_of_a_plan_have_the_tools_of_servers_that_just_started(self):
+        self.mcp_json("home", "dual", autoApprove=["echo"])
+        app = self.app()
+        cast = app.agent.model = Cast([plan_of("a execute")], {"a": [reply_of(call("mcp__fake__echo", {"text": "over there"})), "ok"]})
+        self.assertEqual("All done.", paicli.plan_task(app, "Build it."))
+        self.assertEqual("over there", cast.texts("a")[1])
+
     def test_a_login_goes_through_the_browser_if_the_person_agrees(self):
         fake, answers, http = self.stack.enter_context(AuthServer()), [None, "n", "y"], self.http()
         fake.pages["/mcp"] = lambda sent, headers: (200, (fake_mcp("modern", sent) or [{}])[-1]) \
