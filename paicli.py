@@ -29,6 +29,9 @@ The map.  A section uses only what stands above it, so read from the top:
   Trust and memory
     7. APPROVAL        rules, levels, the question, what was decided, what is trusted
     8. MEMORY          conversations in SQLite, compaction, facts, lessons, undo
+  Many agents
+    9. PLAN            JSON that fits a schema; a task as steps that run side by side
+   10. TEAM            a planner, workers, and a reviewer who only reads
   Code search
    12. JAVA LEXER      comments and strings blanked, braces matched
    13. JAVA OUTLINE    types, methods with their lines and calls, imports
@@ -382,6 +385,8 @@ class Config(NamedTuple):
     show: str = ""                       # "help" or "version" was asked for
     resume: str = ""                     # the number of a conversation to go on with, or "last"
     clear: bool = False                  # delete this folder's conversations, and exit
+    mode: str = ""                       # "plan" or "team": how a message is worked on
+    schema: str = ""                     # a JSON Schema's file, which the answer must fit
     add_dirs: tuple = ()                 # more folders for the file tools
     sandbox: tuple = ()                  # argv in front of every command
     max_rounds: int = 50
@@ -401,7 +406,7 @@ class Config(NamedTuple):
 
 
 OPTIONS = ["continue", "resume=", "clear", "demo", "model=", "level=", "yes", "add-dir=", "json",
-           "trace", "version", "help"]
+           "plan", "team", "schema=", "trace", "version", "help"]
 # A folder's .env comes with the folder; these would let it run programs or approve itself.
 NOT_FROM_A_PROJECT = ("PAICLI_HOME", "PAICLI_LEVEL", "PAICLI_SANDBOX", "PAICLI_RAG_DIR")
 
@@ -440,6 +445,8 @@ def load_config(argv: list[str], environ: dict, cwd: str, home: str) -> Config:
         model=settings.get("PAICLI_MODEL", Config._field_defaults["model"]),
         resume=options.get("resume") or ("last" if "continue" in options else ""),
         clear="clear" in options, add_dirs=tuple(os.path.join(cwd, f) for f in folders),
+        mode=next((o for o in ("team", "plan") if o in options), ""),
+        schema=os.path.join(cwd, options["schema"]) if "schema" in options else "",
         sandbox=tuple(settings.get("PAICLI_SANDBOX", Setting("", "")).value.split()),
         demo="demo" in options, json="json" in options, trace="trace" in options,
         show=next((o for o in ("help", "version") if o in options), ""),
@@ -762,21 +769,25 @@ class Provider(NamedTuple):
     wants_reasoning: bool = False        # reasoning_content goes back with the history
     empty_content: str | None = ""       # of an assistant message that only calls tools
     extra: dict = {"stream_options": {"include_usage": True}}       # more fields of each request
+    json_format: str = ""                # its response_format: json_object, json_schema or none
     api_key: str = ""
     notice: str = ""                     # what the person should know about the choice
 
 
-_GLM = {"model": "glm-5.1", "wants_reasoning": True, "extra": {}}   # sends its usage unasked
+_GLM = {"model": "glm-5.1", "wants_reasoning": True, "extra": {},   # sends its usage unasked
+        "json_format": "json_object"}
 PROVIDERS = {p.name: p for p in (
     Provider("glm", "https://open.bigmodel.cn/api/paas/v4", prefix="GLM", **_GLM),
     Provider("glm-coding", "https://open.bigmodel.cn/api/coding/paas/v4", prefix="GLM", **_GLM),
     Provider("zai", "https://api.z.ai/api/paas/v4", prefix="ZAI", **_GLM),
     Provider("deepseek", "https://api.deepseek.com", "deepseek-v4-flash", "DEEPSEEK",
-             wants_reasoning=True),
-    Provider("openai", "https://api.openai.com/v1", "gpt-5-mini", "OPENAI", empty_content=None),
+             wants_reasoning=True, json_format="json_object"),
+    Provider("openai", "https://api.openai.com/v1", "gpt-5-mini", "OPENAI", empty_content=None,
+             json_format="json_schema"),
     Provider("openrouter", "https://openrouter.ai/api/v1", "z-ai/glm-5.1", "OPENROUTER",
              empty_content=None),
-    Provider("ollama", "http://localhost:11434/v1", "qwen3", "OLLAMA", needs_key=False),
+    Provider("ollama", "http://localhost:11434/v1", "qwen3", "OLLAMA", needs_key=False,
+             json_format="json_schema"),
 )}
 # Tokens a model can read at once, by the start of its name; the first match counts.
 CONTEXT_WINDOWS = (("glm-4.5", 131072), ("glm-5.1", 200000), ("glm-5.2", 1048576),
@@ -1090,6 +1101,16 @@ class ChatModel:
                      lambda e: getattr(e, "is_temporary", False), cancel,
                      lambda e, s: on_delta("retry", f"{e}; asking again in {s:.1f} s"))
 
+    def in_json(self, schema: dict) -> ChatModel:
+        """Return this model, made to answer in JSON if its provider has response_format."""
+        kind = self.provider.json_format
+        if not kind or schema.get("type") != "object":    # other values than objects are refused
+            return self
+        wanted = {"json_object": {}, "json_schema": {"json_schema": {"name": "answer",
+                                                                     "schema": schema}}}
+        extra = {**self.provider.extra, "response_format": {"type": kind, **wanted[kind]}}
+        return ChatModel(self.http, self.provider._replace(extra=extra), self.on_trace, self.window)
+
     def _attempt(self, body, on_delta, cancel):
         prompt, builder = json_bytes(body), ReplyBuilder(on_delta)
         self.on_trace("request", body)
@@ -1225,8 +1246,7 @@ class DemoModel:
 #
 # In: ToolCalls of one reply.  Out: one ToolResult for each, in the same order.
 # Trap: every call must get exactly one result, whatever happens, or the next request is refused.
-# Simplified: of JSON Schema types, enum, properties and items are checked; bounds, patterns, anyOf
-# and $ref are left to the tool.
+# Simplified: of JSON Schema what CHECKED names is checked; $ref and the like are left to the tool.
 # Tests: TestTools (exercise, 2 of 3 stars).  Try: /tools, and a tools.json of your own (README).
 
 MAX_RESULT_CHARS = 60000
@@ -1355,12 +1375,32 @@ def check_value(schema: dict, value, where: str = "arguments"):
     value = _coerced(schema.get("type"), value, where)
     if "enum" in schema and value not in schema["enum"]:
         raise ToolError(f"{where} should be one of {_shown(schema['enum'])}, not {_shown(value)}")
+    _check_limits(schema, value, where)
     if isinstance(value, list):
         items = schema.get("items")
         return [check_value(items, v, f"{where}[{i}]") for i, v in enumerate(value)]
     if isinstance(value, dict):
         return _check_object(schema, value, "" if where == "arguments" else where + ".")
     return value
+
+
+# What check_value looks at.  Limits: for which values, and which way.
+_LIMITS = (("minimum", (int, float), operator.ge), ("maximum", (int, float), operator.le),
+           ("minLength", str, operator.ge), ("maxLength", str, operator.le),
+           ("minItems", list, operator.ge), ("maxItems", list, operator.le))
+CHECKED = ("type", "enum", "properties", "required", "additionalProperties", "items", "pattern",
+           *(keyword for keyword, _, _ in _LIMITS))
+
+
+def _check_limits(schema, value, where):
+    size = len(value) if isinstance(value, (str, list)) else value
+    for keyword, kind, fits in _LIMITS:
+        limit = schema.get(keyword)
+        if isinstance(limit, (int, float)) and isinstance(value, kind) and not fits(size, limit):
+            raise ToolError(f"{where}: its {keyword} is {limit}, this is {size}")
+    with contextlib.suppress(re.error):                   # JavaScript's patterns may be no Python
+        if isinstance(value, str) and not re.search(schema.get("pattern") or "", value):
+            raise ToolError(f"{where} should match {schema['pattern']}, not be {_shown(value)}")
 
 
 def _coerced(kinds, value, where):
@@ -1418,6 +1458,14 @@ class Toolbox:
         """Remove the tools of these names, if they are there."""
         for name in names:
             self.tools.pop(name, None)
+
+    def up_to(self, level: int, on_event: Callable[[dict], None], who: str) -> Toolbox:
+        """Return a toolbox with the tools of at most this level, for another agent: `who`."""
+        def decide(tool, arguments, reason, cancel):
+            return self._decide(tool, arguments, f"{reason} ({who})".strip(), cancel)
+        part = Toolbox(decide, on_event, self._mask)
+        part.add(t for t in self.tools.values() if t.level <= level)
+        return part
 
     def schemas(self) -> list[dict]:
         """Return what the model is told, in the order added: a stable prefix is cached."""
@@ -1923,8 +1971,9 @@ class ShellTools:
                  mask: Callable[[str], str] = lambda text: text):
         self.workspace, self.timeout_s, self._mask = workspace, timeout_s, mask
         self.sandbox = list(sandbox)     # PAICLI_SANDBOX: argv that runs what stands behind it
-        self._tasks = {}                 # id -> Process in the background
-        self._running = []               # every Process that may still live
+        self._lock = threading.Lock()    # the steps of a plan may start commands at once
+        self._tasks = {}                 # id -> Process in the background; guarded by _lock
+        self._running = []               # every Process that may still live; guarded by _lock
         self._is_closed = False
 
     def _start(self, argv):
@@ -1936,7 +1985,8 @@ class ShellTools:
             process = Process(argv, self.workspace.root, self._mask)
         except (OSError, ValueError) as e:
             raise ToolError(f"could not be started: {e}") from None
-        self._running = [p for p in self._running if has_group(p.popen)] + [process]
+        with self._lock:
+            self._running = [p for p in self._running if has_group(p.popen)] + [process]
         return process
 
     def run_argv(self, argv: list[str], cancel: Cancel, timeout_s: float = 0) -> str:
@@ -1965,8 +2015,10 @@ class ShellTools:
         argv = ["sh", "-c", any_shell, command] if self.sandbox else shell_argv(command)
         if not background:
             return self.run_argv(argv, cancel or Cancel(), timeout_s)
-        id_ = f"task-{len(self._tasks) + 1}"
-        self._tasks[id_] = self._start(argv)
+        process = self._start(argv)
+        with self._lock:
+            id_ = f"task-{len(self._tasks) + 1}"
+            self._tasks[id_] = process
         return f"Started in the background as {id_}."
 
     @tool(1)
@@ -2068,20 +2120,24 @@ class Agent:
     def __init__(self, model, toolbox: Toolbox, memory, on_event: Callable[[dict], None],
                  system: str = "", max_rounds: int = 50, token_budget: int = 0,
                  turn_timeout_s: float = 0, notes: Callable[[str], str] = lambda task: "",
-                 compact: Callable[..., bool] = lambda agent, cancel, must=False: False):
+                 compact: Callable[..., bool] = lambda agent, cancel, must=False: False,
+                 accept: Callable[[str, Cancel], str] = lambda text, cancel: text):
         self.model, self.toolbox, self.memory, self.on_event = model, toolbox, memory, on_event
         self.system, self.max_rounds = system, max_rounds
         self.token_budget, self.turn_timeout_s = token_budget, turn_timeout_s     # 0: no limit
         self._notes = notes              # what is known for a task; joins its system message
         self._compact = compact          # makes the history shorter; True if it could
+        self._accept = accept            # the answer as it shall be; raises if it can't be used
         self.known = ""                 # the notes of this turn
         self.usage = Usage()             # of this turn so far
         self.stop_reason = ""            # why the last turn ended; "done" is an answer
         self._rounds = []                # what each round of this turn did
 
-    def run(self, text: str, cancel: Cancel | None = None) -> str:
+    def run(self, text: str, cancel: Cancel | None = None,
+            before: Callable[[Cancel], None] = lambda cancel: None) -> str:
         """Work on one user message until it is answered; return the answer, or why there is none.
 
+        `before` is called in the turn before the model is asked; section 9 runs plans there.
         Raises ModelError or ConfigError when the model can't be asked, Cancelled when stopped.
         """
         cancel, self.usage, self.stop_reason = cancel or Cancel(), Usage(), ""
@@ -2093,6 +2149,7 @@ class Agent:
         if self.turn_timeout_s:
             Job("limit", lambda: over.wait(self.turn_timeout_s) or cancel.set(late))
         try:
+            before(cancel)
             return self._loop(cancel)
         except BaseException as e:       # also after a bug the history goes on
             reason = "time" if str(e) == late else "cancelled"
@@ -2110,15 +2167,20 @@ class Agent:
             if not reply.tool_calls:
                 if not reply.text:
                     return self._end("empty", "No response from the model.")
-                return self._end("done", reply.text, assistant_message(reply))
+                text = self._accept(reply.text, cancel)
+                return self._end("done", text, {**assistant_message(reply), "content": text})
             if self.act(reply, cancel):
                 return self._end("stagnation", "Stopped: the same calls gave the same results "
                                  "again and again. Say what to do differently.")
-            if self.token_budget and self.usage.input + self.usage.output >= self.token_budget:
+            if self.is_over_budget():
                 return self._end("tokens", f"Stopped: this turn used its {self.token_budget} "
                                  "tokens (PAICLI_TOKEN_BUDGET). Say 'go on' to continue.")
         return self._end("rounds", f"Stopped after {self.max_rounds} rounds (PAICLI_MAX_ROUNDS). "
                                    "Say 'go on' to continue.")
+
+    def is_over_budget(self) -> bool:
+        """True if this turn has used its tokens."""
+        return 0 < self.token_budget <= self.usage.input + self.usage.output
 
     def query(self, cancel: Cancel) -> Reply:
         """Ask the model for one reply.  An empty one is asked for once more."""
@@ -2533,16 +2595,17 @@ class Audit:
     def __init__(self, folder: str, session: Callable[[], int | None]):
         self.folder = folder
         self._session = session          # the conversation's number
-        self._open = {}                  # id of a call -> its record, until the result is known
+        self._open = {}                  # step and id of a call -> its record, until it has ended
 
     def on_event(self, event: dict) -> None:
         """Take an event of the toolbox, masked, before the call runs and when it has ended."""
+        key = event.get("step"), event.get("id")          # ids may repeat in another step
         if event["type"] == "decision" and event["level"] > 1:
-            record = self._open[event["id"]] = {
+            record = self._open[key] = {
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "session": self._session(), **event,
                 "arguments": clip(json.dumps(event["arguments"], ensure_ascii=False), 2000)}
-        elif event["type"] == "result" and event["id"] in self._open:
-            record = {**self._open.pop(event["id"]), "ok": event["ok"],
+        elif event["type"] == "result" and key in self._open:
+            record = {**self._open.pop(key), "ok": event["ok"],
                       "seconds": event["seconds"], "outcome": one_line(event["text"])}
         else:
             return
@@ -2880,11 +2943,14 @@ def split_history(messages: list[dict], n_tokens: float) -> tuple[list[dict], li
     return messages[:task] + messages[task + 1:first], [messages[task], *messages[first:]]
 
 
-def _ask_aside(agent, prompt, texts, cancel):
+def _ask_aside(agent, prompt, texts, cancel, schema=None):
     """The model's answer to something outside the conversation; its tokens count for the turn."""
-    reply = agent.model.reply([{"role": "system", "content": prompt},
-                               {"role": "user", "content": "\n\n".join(texts)}],
-                              [], lambda kind, text: None, cancel)
+    model = agent.model
+    if schema and isinstance(model, ChatModel):
+        model = model.in_json(schema)
+    reply = model.reply([{"role": "system", "content": prompt},
+                         {"role": "user", "content": "\n\n".join(texts)}],
+                        [], lambda kind, text: None, cancel)
     agent.usage = agent.usage.plus(reply.usage)
     return reply.text
 
@@ -3090,6 +3156,339 @@ class Undo:
             return f"could not be restored: {path}: {e.strerror}"
         self.memory.store.run("DELETE FROM undo WHERE rowid = ?", rowid)
         return f"{done}: {path}"
+
+
+# =============================================================================
+# 9. PLAN
+# =============================================================================
+# A long task goes better in steps, and steps that don't need each other can go on side by side.
+#
+#     task --> JSON --> checked --> person --> wave of steps --> next wave --> section 6's loop
+#                ^                                  |
+#                +---- replanned, if one failed ----+
+#
+# In: the task of a turn.  Out: a history as if the model had called a tool run_step for each step,
+# so a crash leaves what it leaves of any turn, and the loop gives the answer, from the results.
+# Trap: a model's JSON comes in fences, in prose, cut off, or with a cycle of steps in it.  It is
+# looked for, checked, and asked for once more with what is wrong.
+# Simplified: each step waits for the whole wave before it; its own history is neither stored nor
+# compacted; two steps that change one file at the same time are a fault of the plan.
+# Tests: TestPlan (exercise, 3 of 3 stars).  Try: /plan TASK, --schema FILE.
+
+MAX_STEPS, MAX_REPLANS = 12, 2
+STEP_CHARS = 8000                        # of a step's result, for whoever reads it
+MARKS = {"waiting": "·", "running": "▶", "done": "✅", "rejected": "⚠️", "failed": "❌",
+         "skipped": "⏭️"}                # the states of a step
+PLAN_SCHEMA = {"type": "object", "required": ["steps"], "properties": {"steps": {
+    "type": "array", "minItems": 1, "maxItems": MAX_STEPS, "items": {
+        "type": "object", "required": ["id", "description", "kind"], "properties": {
+            "id": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,20}$"},
+            "description": {"type": "string", "minLength": 1},
+            "kind": {"enum": list(LEVELS.values())},
+            "depends_on": {"type": "array", "items": {"type": "string"}}}}}}}
+PLAN_PROMPT = f"""Don't work on the task yet: plan it. Others will do the steps; each sees only the
+task, the plan and the results of the steps it depends on.
+- As few steps as make sense, at most {MAX_STEPS}; a simple task is one step.
+- kind: "read" gets only tools that read, "write" also those that write files, "execute" all.
+- depends_on: ids of the steps that must be done before. All others may run at the same time, so
+  of two steps that change the same file one depends on the other."""
+REPLAN_PROMPT = """A step failed. Plan anew what is left to do, and another way. What is done stays:
+don't plan it again, but depends_on may name it."""
+STEP_PROMPT = """You do one step of a plan, others do the rest, perhaps right now. Do your step and
+no more. Answer with what the steps behind it need to know: paths, names, numbers, findings. If it
+can't be done, answer with FAILED: and why."""
+ANSWER_PROMPT = """\n\nThe steps of the plan have run, as calls of run_step; this tool is gone now.
+Answer the task from their results. Say plainly what failed, was skipped or was not approved."""
+JSON_ALONE = "JSON alone, in a form that fits this JSON Schema:\n"
+AGREE = "Run this plan? Enter: yes; n: no; e ID TEXT: another text for a step; else a remark: "
+
+
+def read_json(text: str, schema: dict):
+    """Return the JSON in a model's answer, bare, in ``` fences or in prose, if it fits the schema.
+
+    'Here it is: {"a": 1}' -> {"a": 1}.  Raises ToolError that says what is wrong.
+    """
+    decoder = json.JSONDecoder(strict=False, parse_constant=int)    # int() refuses NaN
+    text, end, wrong = text.strip(), 0, "there is no JSON in it"
+    for start in [0, *(m.start() for m in re.finditer(r"[\[{]", text))][:500]:
+        try:
+            if start >= end:             # else it is a part of what did not fit
+                value, end = decoder.raw_decode(text, start)
+                return check_value(schema, map_strings(value, clean), "answer")
+        except ToolError as e:
+            wrong = str(e)
+        except (ValueError, RecursionError) as e:         # prose, NaN, very deep
+            if getattr(e, "pos", 0) >= len(text) > 0 or str(e).startswith("Unterminated"):
+                raise ToolError("the JSON in it is cut off") from None      # a part is no answer
+    raise ToolError(wrong)
+
+
+def ask_json(agent: Agent, prompt: str, texts: list[str], schema: dict, cancel: Cancel,
+             said: str = "", check: Callable = lambda value: value):
+    """Return check(JSON that fits the schema), from the model or from what it `said` already.
+
+    What can't be used is asked for once more.  Raises ModelError that says what failed.
+    """
+    prompt += f"\n\nAnswer with {JSON_ALONE}{json.dumps(schema)}"
+    for _ in range(2):
+        said = said or _ask_aside(agent, prompt, texts, cancel, schema)
+        try:
+            return check(read_json(said, schema))
+        except ToolError as e:
+            wrong = f"the model's answer can't be used: {e}"
+        texts, said = [*texts, f"Your answer:\n{clip(said, STEP_CHARS)}", f"No: {wrong}"], ""
+    raise ModelError(f"{wrong} (asked twice; another model may do better: --model)", "json")
+
+
+class Step(NamedTuple):
+    """A node of a plan."""
+    id: str
+    description: str
+    kind: str                            # one of LEVELS: which tools it gets
+    depends_on: list = []                # ids of the steps that must be done before
+    state: str = "waiting"               # one of MARKS
+    result: str = ""
+
+
+class Plan:
+    """Steps by id, as far as they have come."""
+
+    def __init__(self, steps: list[Step]):
+        """Raises ToolError for an id that is there twice, a missing dependency or a cycle."""
+        import graphlib                                   # slow to import, so only where needed
+        self.steps, self.waves = {s.id: s for s in steps}, {}       # waves: id -> number
+        if len(self.steps) < len(steps):
+            raise ToolError("two steps have the same id; what is done keeps its own")
+        graph = graphlib.TopologicalSorter({s.id: s.depends_on for s in steps})
+        try:
+            for id_ in graph.static_order():
+                before = [self.waves[d] for d in self.steps[id_].depends_on]
+                self.waves[id_] = 1 + max(before, default=0)
+        except KeyError as e:
+            raise ToolError(f"depends_on names {e}, which is no step") from None
+        except graphlib.CycleError as e:
+            raise ToolError(f"these wait for each other: {' -> '.join(e.args[1])}") from None
+
+    def tree(self) -> str:
+        """Return the plan for people and models: a line a step, indented by its wave."""
+        lines = [f"Plan: {len(self.steps)} steps in {max(self.waves.values())} waves"]
+        for s in sorted(self.steps.values(), key=lambda s: self.waves[s.id]):
+            after = f" (after {', '.join(s.depends_on)})" if s.depends_on else ""
+            indent = "  " * (self.waves[s.id] - 1) + "└ " * bool(s.depends_on)
+            lines.append(f"{self.waves[s.id]:2} {indent}{MARKS[s.state]} {s.id} ({s.kind}): "
+                         f"{one_line(s.description, 500)}{after}")
+        return "\n".join(lines)
+
+    def ready(self) -> list[Step]:
+        """Return the waiting steps whose dependencies are done."""
+        ended = {s.id for s in self.having("done", "rejected")}
+        return [s for s in self.having("waiting") if ended.issuperset(s.depends_on)]
+
+    def having(self, *states: str) -> list[Step]:
+        """Return the steps in one of these states."""
+        return [s for s in self.steps.values() if s.state in states]
+
+
+def helper(agent: Agent, who: str, prompt: str, level: int, step_id: str) -> Agent:
+    """Return an agent with a history of its own and tools up to a level; events name the step."""
+    def on_event(event):
+        agent.on_event({**event, "step": step_id})
+    toolbox = agent.toolbox.up_to(level, on_event, f"{who}, step {step_id}")
+    system = f"{agent.system}{agent.known}\n\n{prompt}"
+    return Agent(agent.model, toolbox, ListMemory(), on_event, system, agent.max_rounds,
+                 agent.token_budget)
+
+
+class Planner:
+    """Plans the task of an agent's turn, has a person look at the plan, and runs it."""
+
+    def __init__(self, agent: Agent, ask: Callable[[str, Cancel], str | None], judge: Callable =
+                 lambda worker, step, result, cancel: ("done", result)):
+        self.agent, self.task, self.plan = agent, "", None
+        self._ask = ask                  # (question, cancel) -> answer, None if nobody is there
+        self._judge = judge              # -> the step's state and result, when it has run
+        self._texts = []                 # what the model should know when it plans
+        self._lock = threading.Lock()    # of the agent's usage and memory, when steps end
+
+    def run(self, cancel: Cancel) -> bool:
+        """Plan and run the agent's last user message; True if each step is done."""
+        *before, task = self.agent.memory.messages()
+        self.task, said = task["content"], "\n\n".join(map(message_text, before))
+        self._make_plan(cancel, "Said before: " + (clip(said, 4 * STEP_CHARS) or "nothing"),
+                        "Task: " + self.task)
+        self._agree(cancel)
+        n_replans = 0
+        try:
+            while self.plan.ready() and not self.agent.is_over_budget():
+                self._run_wave(self.plan.ready(), cancel)
+                if self.plan.having("failed") and n_replans < MAX_REPLANS:
+                    n_replans += 1
+                    self._replan(cancel)
+        finally:
+            for step in self.plan.having("waiting"):
+                self._move(step, "skipped")
+        self.agent.known += ANSWER_PROMPT
+        return len(self.plan.having("done")) == len(self.plan.steps)
+
+    def attempt(self, worker: Agent, text: str, cancel: Cancel) -> str:
+        """Return a helper's answer.  Raises ToolError if it is none, or one that begins FAILED."""
+        try:
+            answer = worker.run(text, cancel)
+        finally:
+            with self._lock:
+                self.agent.usage = self.agent.usage.plus(worker.usage)
+        if worker.stop_reason != "done" or re.match(r"\W*FAILED\b", answer):
+            raise ToolError(re.sub(r"^\W*FAILED\b\W*", "", answer))
+        return answer
+
+    def step_text(self, step: Step) -> str:
+        """Return all that somebody who works on a step should see."""
+        results = [f"Result of {d}:\n{self.plan.steps[d].result}" for d in step.depends_on]
+        return "\n\n".join([step.description, f"This is step {step.id} of the plan:",
+                            self.plan.tree(), f"The whole task: {self.task}", *results])
+
+    def _make_plan(self, cancel, *texts, kept=()):
+        """Have the model plan with these texts, too; the steps that are kept stay."""
+        def check(value):
+            return Plan([*kept, *(Step(s["id"], s["description"], s["kind"],
+                                       s.get("depends_on", [])) for s in value["steps"])])
+        self.agent.on_event({"type": "wait", "text": "📋 Planning..."})
+        self._texts += texts
+        prompt = f"{self.agent.system}{self.agent.known}\n\n{PLAN_PROMPT}"
+        self._show(ask_json(self.agent, prompt, self._texts, PLAN_SCHEMA, cancel, check=check))
+
+    def _show(self, plan):
+        self.plan, steps = plan, [s._asdict() for s in plan.steps.values()]
+        self.agent.on_event({"type": "plan", "text": plan.tree(), "steps": steps})
+
+    def _agree(self, cancel):
+        """Let the person run, edit or cancel the plan, or have it made anew; nobody: it runs."""
+        while True:
+            answer = self._ask(AGREE, cancel)
+            word = (answer or "").strip()
+            edit = re.fullmatch(r"(?s)e\s+(\S+)\s+(.+)", word)
+            if answer is None or answer and word.lower() in ("", "y", "yes"):
+                return
+            if not answer or word.lower() in ("n", "no"):           # "" without a newline: Ctrl-D
+                raise Cancelled("by you")
+            if edit and edit[1] in self.plan.steps:
+                step = self.plan.steps[edit[1]]
+                self.plan.steps[step.id] = step._replace(description=edit[2])
+                self._show(self.plan)
+            else:
+                self._make_plan(cancel, self.plan.tree(), f"The person says to this plan: {word}")
+
+    def _replan(self, cancel):
+        """Keep what is done, and have the rest planned anew; if that fails, the plan goes on."""
+        kept = self.plan.having("done", "rejected")
+        came = [f"{s.id} {s.state}: {clip(s.result, STEP_CHARS // 4)}"
+                for s in [*kept, *self.plan.having("failed")]]
+        with contextlib.suppress(ModelError):
+            self._make_plan(cancel, self.plan.tree(), *came, REPLAN_PROMPT, kept=kept)
+
+    def _move(self, step, state, result=""):
+        self.plan.steps[step.id] = step._replace(state=state, result=result)
+        self.agent.on_event({"type": "step", "step": step.id, "state": state,
+                             "text": result or step.description})
+
+    def _run_wave(self, wave, cancel):
+        """Run steps side by side, each result into the history as soon as it is there."""
+        calls = {s.id: ToolCall(f"step_{random.getrandbits(48):x}", "run_step", json.dumps(
+            {"id": s.id, "description": s.description, "kind": s.kind})) for s in wave}
+        self.agent.memory.add(assistant_message(Reply(self.plan.tree(), "", [*calls.values()])))
+        run_parallel("step", [functools.partial(self._run_step, s, calls[s.id], cancel)
+                              for s in wave])
+        cancel.check()
+
+    def _run_step(self, step, call, cancel):
+        self._move(step, "running")
+        try:
+            state, result = self._work(step, cancel)
+        except PaiError as e:
+            state, result = "failed", f"FAILED: {e}"
+        result = clip(result, STEP_CHARS)
+        with self._lock:
+            self.agent.memory.add(ToolResult(call, result).message)
+        self._move(step, state, result)
+
+    def _work(self, step, cancel):
+        """-> (state, result) of a step; raises what stops it for the second time"""
+        level = next(n for n, kind in LEVELS.items() if kind == step.kind)
+        worker = helper(self.agent, "worker", STEP_PROMPT, level, step.id)
+        try:
+            result = self.attempt(worker, self.step_text(step), cancel)
+        except (ToolError, ModelError) as e:
+            worker.on_event({"type": "notice", "text": f"{step.id} failed and tries again: {e}"})
+            result = self.attempt(worker, f"That failed: {e}\nTry once more, another way.", cancel)
+        return self._judge(worker, step, result, cancel)
+
+
+# =============================================================================
+# 10. TEAM
+# =============================================================================
+# Who did the work is a bad judge of it.  So somebody else looks at each result.
+#
+#     planner --> worker --> result --> reviewer --> approved: the step is done
+#                    ^                     |
+#                    +------- issues ------+   at most twice; then the step is marked as rejected
+#
+# A role is a prompt and a subset of the tools.  The planner has none and writes the plan; a worker
+# has those of its step's kind; the reviewer has those that read, and looks for itself.
+# In: a step and its result.  Out: its state, and the result with what is still wrong with it.
+# Trap: a reviewer that is never content, or gives no verdict.  Then the step is marked, the rest of
+# the plan goes on, and the answer has to say what was not approved.
+# Simplified: one reviewer, the same model in another role; products let another model judge.
+# Tests: TestTeam (exercise, 1 of 3 stars).  Try: /team TASK.
+
+MAX_RETURNS = 2
+VERDICT_SCHEMA = {"type": "object", "required": ["approved", "issues"], "properties": {
+    "approved": {"type": "boolean"}, "issues": {"type": "array", "items": {"type": "string"}}}}
+REVIEW_PROMPT = """You review one step of a plan, which another agent has done. Look for yourself,
+with your tools, whether what it says is true and the step is done as it was asked; judge nothing
+but this step. Approve what is good enough; an issue says what is wrong and what to do about it.
+Your answer is JSON alone: {"approved": true or false, "issues": ["..."]}."""
+
+
+class Team:
+    """A planner, workers and a reviewer, for one turn of an agent."""
+
+    def __init__(self, agent: Agent, ask: Callable[[str, Cancel], str | None]):
+        self.agent = agent
+        self.planner = Planner(agent, ask, self.judge)
+
+    def run(self, cancel: Cancel) -> bool:
+        """Plan, run and review the last user message; True if each step is done and approved."""
+        return self.planner.run(cancel)
+
+    def judge(self, worker: Agent, step: Step, result: str, cancel: Cancel) -> tuple[str, str]:
+        """Return a step's state, done or rejected, and its result, after all reviews."""
+        for n_left in range(MAX_RETURNS, -1, -1):
+            try:
+                issues = self.review(step, result, cancel)
+            except (ToolError, ModelError) as e:          # the work may be good all the same
+                return "rejected", f"NOT REVIEWED: {e}\n\n{result}"
+            if not issues:
+                return "done", result
+            if n_left:
+                text = "\n- ".join(["The reviewer does not approve this; put it right:", *issues])
+                result = self.planner.attempt(worker, text, cancel)
+        return "rejected", f"NOT APPROVED by the reviewer: {'; '.join(issues)}\n\n{result}"
+
+    def review(self, step: Step, result: str, cancel: Cancel) -> list[str]:
+        """Return what is wrong with the result of a step, [] if it is approved."""
+        reviewer = helper(self.agent, "reviewer", REVIEW_PROMPT, 1, step.id)
+        text = f"{self.planner.step_text(step)}\n\nWhat the worker says:\n{result}"
+        said = self.planner.attempt(reviewer, text, cancel)
+        verdict = ask_json(reviewer, REVIEW_PROMPT, [text], VERDICT_SCHEMA, cancel, said,
+                           _consistent)
+        self.agent.on_event({"type": "review", "step": step.id, **verdict})
+        return [] if verdict["approved"] else verdict["issues"]
+
+
+def _consistent(verdict):
+    if not verdict["approved"] and not verdict["issues"]:
+        raise ToolError("approved is false, but issues says nothing")
+    return verdict
 
 
 # =============================================================================
@@ -5713,14 +6112,15 @@ def commands() -> dict[str, Callable]:
             "/level": choose_level, "/policy": show_policy, "/audit": show_audit,
             "/undo": undo_turn, "/sessions": list_sessions, "/resume": resume_session,
             "/context": show_context, "/compact": compact_now, "/memory": list_facts,
-            "/save": save_fact, "/forget": forget_fact, "/tools": list_tools,
-            "/index": index_folder, "/search": search_code_base, "/graph": show_graph,
-            "/mcp": manage_servers, "/trace": switch_trace, "/exit": leave, "/quit": leave}
+            "/save": save_fact, "/forget": forget_fact, "/tools": list_tools, "/plan": plan_task,
+            "/team": give_to_team, "/index": index_folder, "/search": search_code_base,
+            "/graph": show_graph, "/mcp": manage_servers, "/trace": switch_trace, "/exit": leave,
+            "/quit": leave}
 
 
 def run_command(app, line: str) -> str:
     """Run "/name arguments" and return its text.  Raises ConfigError for an unknown name."""
-    name, _, arguments = line.strip().partition(" ")
+    name, arguments = (line.split(None, 1) + [""])[:2]    # a pasted one may go on below
     table = commands()
     if name not in table:
         raise ConfigError(f"no command {name}{did_you_mean(name, table) or '; see /help'}")
@@ -5815,7 +6215,18 @@ def list_sessions(app, arguments: str) -> str:
 
 def resume_session(app, arguments: str) -> str:
     """[ID]  Go on with the last conversation, or with that one."""
-    return app.memory.resume(arguments or "last")
+    goes_on = app.memory.resume(arguments or "last")
+    return "\n".join([goes_on, *plan_so_far(app.memory.messages())])
+
+
+def plan_so_far(messages: list[dict]) -> list[str]:
+    """Return what is known of each step that the last turn ran: "step b: Error: ... ended"."""
+    turn = messages[max((i for i, m in enumerate(messages) if m["role"] == "user"), default=0):]
+    results = {m["tool_call_id"]: m["content"] for m in turn if m["role"] == "tool"}
+    calls = [(c["id"], c["function"]) for m in turn for c in m.get("tool_calls") or ()]
+    return [f"  step {json.loads(called['arguments']).get('id')}: "
+            f"{one_line(results.get(id_, ''), 100)}"
+            for id_, called in calls if called["name"] == "run_step"]
 
 
 def show_context(app, arguments: str) -> str:
@@ -5859,6 +6270,18 @@ def forget_fact(app, arguments: str) -> str:
     if not app.facts.forget(arguments):
         raise ConfigError(f"there is no fact {arguments}; usage: /forget N, a number of /memory")
     return "Forgotten."
+
+
+def plan_task(app, arguments: str) -> str:
+    """[TASK]  Plan it, or the next message, and run the steps side by side."""
+    app.mode = "plan"
+    return app.run_turn(arguments) if arguments else "The next message will be planned."
+
+
+def give_to_team(app, arguments: str) -> str:
+    """[TASK]  The same, and a reviewer judges each step."""
+    app.mode = "team"
+    return app.run_turn(arguments) if arguments else "The next message goes to the team."
 
 
 def index_folder(app, arguments: str) -> str:
@@ -6081,6 +6504,27 @@ def load_plugins(app) -> list[str]:
     return notices
 
 
+def load_schema(path: str) -> dict:
+    """Return the JSON Schema in a file.  Raises ConfigError if it asks for more than is checked."""
+    try:
+        schema = json.loads(_bytes_of(path))
+        unknown = ", ".join(sorted(_unchecked(schema)))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
+        raise ConfigError(f"--schema {path}: not a JSON Schema: {e}") from None
+    if unknown:
+        raise ConfigError(f"--schema {path}: can't check {unknown}, only {', '.join(CHECKED)}")
+    return schema
+
+
+def _unchecked(schema):
+    """What check_value would pass by in a schema."""
+    inner = [*schema.get("properties", {}).values(), *filter(None, [schema.get("items")])]
+    if isinstance(schema.get("additionalProperties"), dict):
+        inner.append({"additionalProperties with a schema": ""})
+    notes = {"$schema", "$id", "$comment", "title", "description", "default", "examples", "format"}
+    return set(schema) - set(CHECKED) - notes | set().union(*map(_unchecked, inner))
+
+
 def trust_env(app) -> None:
     """Ask about a ./.env that sends what you write to a stranger's host; if yes, it counts."""
     settings = app.config.settings
@@ -6143,6 +6587,8 @@ HELP = """usage: paicli.py [options] [MESSAGE...]     no message: the REPL
   --add-dir DIR   the file tools may use this folder too
   -c, --continue  go on with this folder's last conversation; --resume ID: with that one
   --clear         delete this folder's conversations, and exit
+  --plan, --team  plan MESSAGE and run its steps side by side; team: each is reviewed, too
+  --schema FILE   the answer is JSON that fits this JSON Schema, or the exit code is 1
   --json          events as JSON lines on stdout, for scripts
   --trace         show each request and reply, for learners
   --version, --help
@@ -6197,10 +6643,12 @@ class Markdown:
 class Screen:
     """Draws events: the answer on `out`, all else on `err`; with --json each is a line of `out`."""
     LINES = {"notice": ("ℹ️ {text}", "dim"), "error": ("❌ Error: {text}", ""),
-             "trace": ("── {kind}\n{text}", "dim")}
+             "trace": ("── {kind}\n{text}", "dim"), "plan": ("📋 {text}", "")}
     # event -> what is waited for from then on
     ACTIVITIES = {"turn": "🤔 Thinking...", "call": "🔧 Running {tool}...", "wait": "{text}",
-                  "result": "🤔 Thinking...", "notice": "🤔 Thinking...", "stop": ""}
+                  "result": "🤔 Thinking...", "notice": "🤔 Thinking...", "stop": "",
+                  "plan": "", "step": "", "review": ""}
+    OF_STEPS = ("step", "review", "result", "notice")     # what is drawn of those side by side
 
     def __init__(self, out, err, config: Config, label: str = ""):
         self.out, self.err = out, err
@@ -6213,6 +6661,7 @@ class Screen:
         self._activity, self._since = "", 0.0
         self._open = ""                  # what the last line holds: spinner, text, reasoning, ""
         self._usage = None
+        self._states = {}                # of the steps of a plan that runs
 
     def style(self, name: str, text: str) -> str:
         """Return the text in a style of STYLES, if the terminal has any."""
@@ -6224,6 +6673,9 @@ class Screen:
         if self._is_json:
             print(json.dumps(event), file=self.out, flush=True)
             return
+        step = event.get("step")
+        if step and kind not in self.OF_STEPS:
+            return
         if kind in self.ACTIVITIES:
             self.settle()
             self._activity = visible(self.ACTIVITIES[kind].format(**event))
@@ -6232,6 +6684,9 @@ class Screen:
             line, style = self.LINES[kind]
             self.line(line.format(**event), style)
         getattr(self, "_on_" + kind, lambda event: None)(event)
+        if step:
+            self._activity = "📋 " + "  ".join(f"{MARKS[state]} {id_}"
+                                               for id_, state in self._states.items())
 
     def tick(self, event: dict | None = None) -> None:
         """Move the spinner; called some times a second while nothing comes."""
@@ -6278,9 +6733,22 @@ class Screen:
         shown = self._markdown.feed(text) if kind == "text" else self.style("dim", text)
         print(shown, end="", file=self.out, flush=True)
 
+    def _on_plan(self, event):
+        self._states = {s["id"]: s["state"] for s in event["steps"]}
+
+    def _on_step(self, event):
+        self._states[event["step"]] = event["state"]
+        line = f"{MARKS[event['state']]} {event['step']} {event['state']}: "
+        self.line(fit(line + one_line(event["text"], 1000), self._columns()))
+
+    def _on_review(self, event):
+        said = "approved" if event["approved"] else "not approved: " + "; ".join(event["issues"])
+        self.line(f"🔍 {event['step']} {one_line(said, 1000)}")
+
     def _on_result(self, event):
         arguments = ", ".join(f"{k}={v}" for k, v in event["arguments"].items())
-        asked = fit(f"🔧 {one_line(event['tool'], 64)}({one_line(arguments)})",
+        step = f"{event['step']} " if "step" in event else ""
+        asked = fit(f"🔧 {step}{one_line(event['tool'], 64)}({one_line(arguments)})",
                     max(20, self._columns() // 2))
         text = one_line(event["text"])
         has_failed = not event["ok"] or re.match(r"Command finished \(exit code: [^0]", text)
@@ -6374,6 +6842,8 @@ class App:
         self.config, self.events = config, queue.SimpleQueue()
         self.notices = list(config.notices)               # what to tell the person at the start
         self.trace, self.is_over = config.trace, False    # is_over: the person wants to leave
+        self.mode = config.mode          # of the next turn: "plan", "team" or ""
+        self.schema = load_schema(config.schema) if config.schema else {}
         self.plugin_names = []           # tools that came from the person's own files
         self.mcp_tools = []              # those that MCP servers gave
         self.project_notes = ""          # AGENTS.md or CLAUDE.md of the folder
@@ -6404,14 +6874,34 @@ class App:
 
     def run_turn(self, text: str) -> str:
         """Run a turn, and learn from it if it ended badly.  Raises PaiError."""
+        runners, is_whole = {"plan": Planner, "team": Team}, True
+        mode, self.mode = self.mode, self.config.mode
+
+        def before(cancel):
+            nonlocal is_whole
+            if mode:
+                refresh_tools(self, cancel)               # helpers get what the agent has
+                is_whole = runners[mode](self.agent, self.ask).run(cancel)
+            if self.schema:
+                self.agent.known += f"\n\nThe answer must be {JSON_ALONE}{json.dumps(self.schema)}"
         text = with_resources(self.mcp, with_files(self.files, text), self.cancel)
-        answer = self.agent.run(self.mask(text), self.cancel)
+        answer = self.agent.run(self.mask(text), self.cancel, before)
+        if not is_whole:                 # answered, but not done
+            self.agent.stop_reason = "incomplete"
         if self.config.get("PAICLI_LESSONS") != "off" and not self.config.demo:
             with contextlib.suppress(PaiError):           # the turn itself is over and answered
                 lesson = reflect(self.agent, self.facts, self.cancel)
                 if lesson:
                     self.on_event({"type": "notice", "text": f"Lesson kept, see /memory: {lesson}"})
         return answer
+
+    def accept(self, text: str, cancel: Cancel) -> str:
+        """Return the answer as --schema wants it.  Raises ModelError that says what failed."""
+        if not self.schema:
+            return text
+        value = ask_json(self.agent, "Give this answer in another form.", [text], self.schema,
+                         cancel, text)
+        return json.dumps(value, indent=2, ensure_ascii=False)
 
     def notes(self, task: str) -> str:
         """Return what is known for a task, as it joins the system message."""
@@ -6474,7 +6964,8 @@ def build(config: Config) -> App:
     toolbox.add(builtin_tools(app.files, app.shell) + tools_in(app.memory))
     app.compact = Compactor(lambda: getattr(app.agent.model, "window", 0), app.on_event)
     app.agent = Agent(DemoModel(), toolbox, app.memory, app.on_event, "", config.max_rounds,
-                      config.token_budget, config.turn_timeout_s, app.notes, app.before_round)
+                      config.token_budget, config.turn_timeout_s, app.notes, app.before_round,
+                      app.accept)
     trust_env(app)
     rag = os.path.expanduser(config.get("PAICLI_RAG_DIR", os.path.join(config.home, "rag")))
     app.index = CodeIndex(os.path.join(rag, "codebase.db"), config.cwd, use_embedder(app), app.mask)
@@ -6486,7 +6977,7 @@ def build(config: Config) -> App:
     app.mcp = McpServers(make_server(app, dict(os.environ), name, entry)
                          for name, entry in load_servers(app).items())
     if config.resume:
-        app.notices.append(app.memory.resume(config.resume))
+        app.notices.append(resume_session(app, config.resume))
     return app
 
 
@@ -6530,6 +7021,7 @@ def draw_until_end(app: App, screen: Screen, cancel: Cancel) -> None:
 def run_line(app: App, screen: Screen, line: str, is_command: bool) -> int:
     """Run a command or a turn; return the exit code.  An error is a sentence."""
     cancel = app.cancel = Cancel()
+    is_turn = not is_command or bool(re.match(r"/(plan|team)\s+\S", line))
 
     def work():
         try:
@@ -6541,15 +7033,15 @@ def run_line(app: App, screen: Screen, line: str, is_command: bool) -> int:
         draw_until_end(app, screen, cancel)
         error = job.error()
     if isinstance(error, Cancelled):                      # of a turn, the stop event has told
-        if is_command:
+        if not is_turn:
             screen.line(f"⏹️ cancelled {error}")
-        return 130 if is_command or app.agent.stop_reason == "cancelled" else 1
+        return 130 if not is_turn or app.agent.stop_reason == "cancelled" else 1
     if error:
         bug = f"a bug in PaiCLI, please report it: {type(error).__name__}: "
         text = str(error) if isinstance(error, PaiError) else f"{bug}{error}"
         screen.handle({"type": "error", "text": app.mask(text)})
         return 1
-    if is_command:
+    if not is_turn:
         screen.answer(app.mask(job.wait()))
         return 0
     return 0 if app.agent.stop_reason == "done" else 1
@@ -6611,7 +7103,7 @@ def dispatch(config: Config) -> int:
         if not words:
             raise ConfigError("nothing to do: give a MESSAGE or pipe one in; see --help")
     with contextlib.closing(build(config)) as app:
-        screen = Screen(sys.stdout, sys.stderr, config, "" if words else LABEL)
+        screen = Screen(sys.stdout, sys.stderr, config, "" if words or config.schema else LABEL)
         if not words:
             print(BANNER, flush=True)
             app.notices.insert(0, choose_model(app, "").split("\n")[0])
