@@ -149,6 +149,7 @@ def visible(text: str) -> str:
 
 def one_line(text: str, limit: int = 200) -> str:
     """Return the first `limit` characters on one line; a web page is reduced to its title."""
+    text = text[:10000]                  # the search for a title may be slow in one without an end
     title = re.search(r"<title[^>]*>(.*?)</title", text, re.I | re.S)
     if title:
         text = "a web page titled " + title[1]
@@ -4491,6 +4492,7 @@ class CodeTools:
 
 MAX_RENEWALS = 10                        # a request that reports progress may take so many times
 #                                          as long as one that is silent
+MAX_SERVED = 16                          # requests of the other side at once: each is two threads
 
 
 def refuse_request(method: str, params: dict) -> dict:
@@ -4506,7 +4508,7 @@ class Peer:
         self.on_notification = lambda method, params: None
         self.closed = ""                 # why it is closed; "" as long as it is not
         self._transport, self._ids = transport, itertools.count(1)
-        self._served = set()             # ids of what the other side waits for, maybe for a person
+        self._served = []                # what the other side waits for, maybe for a person
         self._waiting = {}               # id of a request, as text -> the queue for its answer
         transport.start(self._receive, self._on_close)
 
@@ -4529,13 +4531,14 @@ class Peer:
                 self._transport.send(message, flight)
                 return _result(self._answer(answers, timeout_s, cancel))
         except (queue.Empty, Cancelled) as e:
-            flight.set()                 # the transport lets go of it, and the server hears of it
+            flight.set()                 # before the server hears of it: it may take its time
             if method != "initialize" and not self.closed:
                 self.notify("notifications/cancelled", {"requestId": id_, "reason": "not needed"})
             if isinstance(e, Cancelled):
                 raise
             raise McpError(f"no answer to {method} in {timeout_s:g} s", "silent") from None
         finally:
+            flight.set()                 # the transport lets go of it
             del self._waiting[str(id_)]
 
     def _answer(self, answers, timeout_s, cancel):
@@ -4547,7 +4550,7 @@ class Peer:
                 if not self._served:
                     raise
             cancel.check()
-            if message is None and time.monotonic() > latest and not self._served:
+            if message is None and timeout_s and time.monotonic() > latest:
                 raise queue.Empty
         return message
 
@@ -4578,28 +4581,32 @@ class Peer:
         for m in message if isinstance(message, list) else [message]:
             if not isinstance(m, dict) or "jsonrpc" not in m:
                 continue
-            if "method" not in m:
-                waiting = self._waiting.get(str(m.get("id")))
-                if waiting:
-                    waiting.put(m)
-            elif "id" not in m:
-                self.on_notification(m["method"], m.get("params") or {})
-            elif self.on_request:        # it may ask a person, and the next message is coming
+            method, waiting = _get(m, "method", str), self._waiting.get(str(m.get("id")))
+            if "method" not in m and waiting:
+                waiting.put(m)
+            elif method and "id" not in m:
+                self.on_notification(method, _get(m, "params", dict) or {})
+            elif method and self.on_request and len(self._served) < MAX_SERVED:
+                self._served.append(m)   # it may ask a person, and the next message is coming
                 Job("rpc", self._serve, m)
+            elif method and self.on_request:
+                self._answer_to(m, error={"code": -32603, "message": "too many requests at once"})
 
     def _serve(self, message):
-        self._served.add(message["id"])
-        job = Job("rpc-request", self.on_request, message["method"], message.get("params") or {})
-        error, answer = job.error(), {"jsonrpc": "2.0", "id": message["id"]}
+        params = _get(message, "params", dict) or {}
+        job = Job("rpc-request", self.on_request, message["method"], params)
+        error = job.error()
+        self._served.remove(message)
         if error:
             code = getattr(error, "code", 0)
-            answer["error"] = {"code": code if isinstance(code, int) and code else -32603,
-                               "message": str(error)}
+            self._answer_to(message, error={
+                "code": code if isinstance(code, int) and code else -32603, "message": str(error)})
         else:
-            answer["result"] = job.wait()
-        self._served.discard(message["id"])
+            self._answer_to(message, result=job.wait())
+
+    def _answer_to(self, message, **answer):
         with contextlib.suppress(PaiError):
-            self._transport.send(answer, Cancel())
+            self._transport.send({"jsonrpc": "2.0", "id": message["id"], **answer}, Cancel())
 
 
 def _result(answer):
@@ -4634,23 +4641,45 @@ LOG_LINES = 200
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_DEPTH = 200                          # of a JSON value; Python's parser fails at some thousand
 CLOSE_WAIT_S = 1.0                       # for a server to end once its stdin is closed
+NOTICE_WAIT_S = 2                        # for a server to take what needs no answer
 META = "io.modelcontextprotocol/"        # what the keys of a modern request's _meta begin with
 
 
 def parse_message(text: str):
     """Return the JSON value of a text, None for noise; what is nested over MAX_DEPTH is null."""
-    found = _json(text)
-    if found is not None or not text.startswith("{"):
-        return found
-    kept, depth, start = [], 0, 0
-    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[][{}]', text):
-        depth += token[0] in ("[", "{")
-        if depth == MAX_DEPTH and token[0] in ("[", "{"):
-            kept.append(text[start:token.start()] + "null")
-        elif depth == MAX_DEPTH and token[0] in ("]", "}"):
-            start = token.end()
-        depth -= token[0] in ("]", "}")
-    return _json("".join(kept) + text[start:])
+    try:
+        return json.loads(text, strict=False)
+    except ValueError:
+        return None
+    except RecursionError:
+        return _json(_without_depth(text))
+
+
+def _without_depth(text):
+    """-> JSON text with null for what is nested over MAX_DEPTH, in linear time."""
+    kept, depth, start, in_string = [], 0, 0, False
+    for token in re.finditer(r'(?s)\\.|["[\]{}]', text):
+        if token[0] == '"':
+            in_string = not in_string
+        elif not in_string and token[0] in "[{":
+            depth += 1
+            if depth == MAX_DEPTH:
+                kept.append(text[start:token.start()] + "null")
+        elif not in_string and token[0] in "]}":
+            start = token.end() if depth == MAX_DEPTH else start
+            depth -= 1
+    return "".join(kept) + text[start:]
+
+
+def batch_line(argv: list[str]) -> str:
+    """Return the command line that runs a batch file of Windows with exactly these arguments.
+
+    In quotes & and | are only characters; for % there is but a trick: a variable cut to nothing.
+    """
+    def quote(argument):
+        doubled = re.sub(r'(\\*)("|\Z)', lambda m: 2 * m[1] + 2 * m[2], argument)
+        return '"' + doubled.replace("%", "%%cd:~,%") + '"'
+    return f'cmd.exe /e:ON /v:OFF /d /c "{" ".join(map(quote, argv))}"'
 
 
 class StdioTransport:
@@ -4667,6 +4696,7 @@ class StdioTransport:
         if WINDOWS:                      # npx is npx.cmd there
             import shutil                                 # slow to import, so only where needed
             argv, group = [shutil.which(argv[0]) or argv[0], *argv[1:]], {"creationflags": 0x200}
+            argv = batch_line(argv) if argv[0].lower().endswith((".cmd", ".bat")) else argv
         try:
             self.popen = subprocess.Popen(
                 argv, env=self.env, cwd=self.cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -4715,9 +4745,9 @@ class StdioTransport:
         code = popen.poll()
         how = "closed its output" if code is None else \
             f"exited (signal {-code})" if code < 0 else f"exited (code {code})"
-        on_close(": ".join(filter(None, [f"the server {how}", "\n".join(list(self.log)[-4:])])))
-        if has_group(popen):
+        if has_group(popen):             # before somebody hears of it and starts another
             kill_tree(popen)
+        on_close(": ".join(filter(None, [f"the server {how}", "\n".join(list(self.log)[-4:])])))
 
     def close(self) -> None:
         """Stop the server and its children: close stdin, then TERM, then KILL."""
@@ -4754,7 +4784,14 @@ class HttpTransport:
             Job("mcp-http", self._exchange, message, cancel)
         elif self.version or message.get("method") != "notifications/cancelled":
             # In the modern protocol a request is cancelled by letting go of it.
-            self._receive("POST", message, {}, cancel, 10)
+            self._send_briefly("POST", message)
+
+    def _send_briefly(self, method, message):
+        """Send what needs no answer; a server that drips one holds nobody up."""
+        flight = Cancel()
+        with contextlib.suppress(TimeoutError):
+            Job("mcp-http", self._receive, method, message, {}, flight).wait(None, NOTICE_WAIT_S)
+        flight.set()
 
     def recover(self, error: PaiError, cancel: Cancel | None) -> bool:
         """Return whether to send again: after initialize if `version` is "", with a new token."""
@@ -4809,9 +4846,10 @@ class HttpTransport:
         if kind == "application/json" and "method" in message:
             found = parse_message(reply.read().decode("utf-8", "replace"))
             return found if isinstance(found, dict) else None
-        if kind != "text/event-stream" and method == "GET":
-            raise McpError("there is no stream")
-        for _, data in reply.events(marks) if kind == "text/event-stream" else ():
+        is_stream = kind == "text/event-stream"
+        if not is_stream and (method == "GET" or "method" in message and "id" in message):
+            raise McpError(f"it answers with {kind}, not as an MCP server: is the URL right?")
+        for _, data in reply.events(marks) if is_stream else ():
             found = parse_message(data)
             if isinstance(found, dict) and "method" not in found and str(
                     found.get("id")) == str(message.get("id", "")):
@@ -4852,9 +4890,9 @@ class HttpTransport:
         """End the session, if the server is there to hear it."""
         self._closing.set("closed")
         if self._session:
-            with contextlib.suppress(PaiError), self.http.open(
-                    "DELETE", self.url, None, self._headers({}), None, 2):
-                self._session = ""
+            with contextlib.suppress(PaiError):
+                self._send_briefly("DELETE", {})
+            self._session = ""
 
 
 def header_value(value) -> str:
@@ -4923,7 +4961,8 @@ CLIENT_AUTH = ("client_secret_basic", "client_secret_post", "none")      # the f
 def parse_challenge(www_authenticate: str | None) -> dict:
     """Return a header's Bearer part: 'Bearer scope="a b", error=x' -> {"scope": "a b", ...}."""
     bearer = re.sub("(?is)^.*?bearer ", "", www_authenticate or "", count=1)
-    pairs = re.findall(r'([\w-]+)\s*=\s*(?:"([^"]*)"|([^\s,"]+))', bearer)
+    # (?<!...): or a header of 60,000 letters takes a minute, each of them tried as a beginning.
+    pairs = re.findall(r'(?<![\w-])([\w-]+)\s*=\s*(?:"([^"]*)"|([^\s,"]+))', bearer)
     return {name.lower(): quoted or plain for name, quoted, plain in pairs}
 
 
@@ -5271,7 +5310,8 @@ class McpClient:
                     raise
                 if self._is_http and not self.transport.version and self.version in LEGACY \
                         and method != "initialize":
-                    self._initialize(cancel)
+                    self._initialize(cancel)              # once, then it is given up
+                    return self.peer.request(method, params, timeout_s, cancel)
 
     def _request(self, method, params, cancel=None, timeout_s=0):
         """-> the complete result; what the server wants to know for it is answered on the way."""
