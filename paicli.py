@@ -5259,10 +5259,10 @@ class McpClient:
         for _ in range(2):               # some refuse a version and list it
             try:
                 found = self._request("server/discover", {}, cancel, timeout_s)
-                supported = found.get("supportedVersions") or ()      # some answer anything
+                supported = _get(found, "supportedVersions", list) or ()     # some answer anything
                 if MODERN in supported:
                     self.peer.on_request = None           # a response may not be sent
-                    self.capabilities = found.get("capabilities") or {}
+                    self.capabilities = _get(found, "capabilities", dict) or {}
                     return True
             except (McpError, HttpError) as e:
                 if getattr(e, "status", 404) in (0, 401, 403):
@@ -5278,7 +5278,8 @@ class McpClient:
         found = self._send("initialize", {
             "protocolVersion": self.version, "clientInfo": self._info,
             "capabilities": self._abilities}, cancel, self.start_timeout_s)
-        version, self.capabilities = found.get("protocolVersion"), found.get("capabilities") or {}
+        version = found.get("protocolVersion")
+        self.capabilities = _get(found, "capabilities", dict) or {}
         if version not in LEGACY:
             raise McpError(f"the server speaks version {version!r}, which is not known here")
         self.version = self.transport.version = version
@@ -5324,10 +5325,11 @@ class McpClient:
             if kind != "input_required":
                 raise McpError(f"a result of type {kind!r} is not known here")
             answers = {k: v for k, v in result.items() if k == "requestState"}
-            if result.get("inputRequests"):
+            questions = _get(result, "inputRequests", dict)
+            if questions:
                 answers["inputResponses"] = {
-                    key: self._serve(asked["method"], asked.get("params") or {})
-                    for key, asked in result["inputRequests"].items()}
+                    key: self._serve(_get(asked, "method", str), _get(asked, "params", dict) or {})
+                    for key, asked in questions.items()}
         raise McpError(f"the server asked back {MAX_INPUT_ROUNDS} times")
 
     def _list(self, kind, key, cancel=None):
@@ -5337,7 +5339,7 @@ class McpClient:
             return []
         while len(cursors) < MAX_PAGES:
             page = self._request(kind, params, cancel)
-            items += [item for item in page.get(key) or () if isinstance(item, dict)]
+            items += [item for item in _get(page, key, list) or () if isinstance(item, dict)]
             ttl_ms = _get(page, "ttlMs", int) or 0
             self.fresh_s = min(self.fresh_s, ttl_ms / 1000 if ttl_ms > 0 else math.inf)
             cursor = _get(page, "nextCursor", str)        # "" is one, too
@@ -5351,13 +5353,15 @@ class McpClient:
         """Return the server's tools as it describes them; the unusable are left out, and logged."""
         tools, paths = {}, {}
         for found in self._list("tools/list", "tools", cancel):
-            name = str(found.get("name"))
+            name = _get(found, "name", str)
             try:
+                if not name:
+                    raise ValueError("it has no name")
                 if self._is_http:        # pipes have no headers
                     paths[name] = header_params(found.get("inputSchema"))
                 tools.setdefault(name, found)
             except (ValueError, RecursionError) as e:
-                self.transport.log.append(f"tool {name} is left out: {e}")
+                self.transport.log.append(f"the tool {_shown(found)} is left out: {e}")
         if self._is_http:
             self.transport.param_paths = paths
         return list(tools.values())
@@ -5382,7 +5386,7 @@ class McpClient:
 
     def read_resource(self, uri: str, cancel: Cancel | None = None) -> list[dict]:
         """Return the contents of a resource: [{"uri", "mimeType", "text" or "blob"}]."""
-        return self._request("resources/read", {"uri": uri}, cancel).get("contents") or []
+        return _get(self._request("resources/read", {"uri": uri}, cancel), "contents", list) or []
 
     def list_prompts(self, cancel: Cancel | None = None) -> list[dict]:
         """Return the prompts: {"name", "description", "arguments": [{"name", "required"}]}."""
@@ -5390,8 +5394,8 @@ class McpClient:
 
     def get_prompt(self, name: str, arguments: dict, cancel: Cancel | None = None) -> list[dict]:
         """Return a prompt's messages: [{"role", "content": {"type": "text", "text"}}]."""
-        params = {"name": name, "arguments": arguments}
-        return self._request("prompts/get", params, cancel).get("messages") or []
+        found = self._request("prompts/get", {"name": name, "arguments": arguments}, cancel)
+        return [m for m in _get(found, "messages", list) or () if isinstance(m, dict)]
 
     def close(self) -> None:
         """End the connection, and the process behind it."""
@@ -5420,31 +5424,34 @@ def clean_schema(schema) -> dict:
 
     A choice (anyOf, oneOf) is put into words, unless it is only "or null"; $ref stays if local.
     """
-    cleaned = _cleaned(schema if isinstance(schema, dict) else {})
+    cleaned = _cleaned(schema if isinstance(schema, dict) else {}, 0)
     properties = cleaned.get("properties")
     return {**cleaned, "type": "object",
             "properties": properties if isinstance(properties, dict) else {}}
 
 
-def _cleaned(schema):
+def _cleaned(schema, depth):
+    depth += 1
     if isinstance(schema, list):
-        return [_cleaned(s) for s in schema]
+        return [_cleaned(s, depth) for s in schema]
     if not isinstance(schema, dict):
         return schema
+    if depth > MAX_DEPTH:
+        return {}                        # anything
     cleaned = {}
     for key, value in schema.items():
         if key in ("properties", "$defs", "definitions") and isinstance(value, dict):
-            cleaned[key] = {name: _cleaned(inner) for name, inner in value.items()}
+            cleaned[key] = {name: _cleaned(inner, depth) for name, inner in value.items()}
         elif key in ("enum", "const", "default", "examples", "required"):
             cleaned[key] = value
         elif key in ("anyOf", "oneOf") and isinstance(value, list):
-            choices = [_cleaned(s) for s in value if s != {"type": "null"}]
+            choices = [_cleaned(s, depth) for s in value if s != {"type": "null"}]
             only = choices[0] if len(choices) == 1 and isinstance(choices[0], dict) else {}
             words = "" if only else f"One of: {json.dumps(choices, ensure_ascii=False)}"
             both = [schema.get("description") or only.get("description") or "", words]
             cleaned.update({**only, "description": " ".join(filter(None, both))})
         elif key not in ("$schema", "$id") and (key != "$ref" or str(value).startswith("#")):
-            cleaned.setdefault(key, _cleaned(value))
+            cleaned.setdefault(key, _cleaned(value, depth))
     if isinstance(cleaned.get("description"), str):
         cleaned["description"] = clip(cleaned["description"], 1000)
     return cleaned
@@ -5459,10 +5466,10 @@ def content_text(blocks: list, save: Callable[[bytes, str], str]) -> str:
     for block in blocks:
         inner = _get(block, "resource", dict) or block
         data, text = _get(inner, "data", str) or _get(inner, "blob", str), _get(inner, "text", str)
-        if data:
-            raw = base64.b64decode(data + "==")           # too much padding does no harm
+        with contextlib.suppress(ValueError):             # that is no base64
+            raw = base64.b64decode((data or "") + "==")   # too much padding does no harm
             mime = _get(inner, "mimeType", str) or "data"
-            text = f"[{mime}, {len(raw) // 1024} KB: {save(raw, mime)}]"
+            text = f"[{mime}, {len(raw) // 1024} KB: {save(raw, mime)}]" if data else text
         lines.append(text or f"[{_shown(block)}]")        # a link, or what nobody knows
     return "\n".join(lines)
 
@@ -5480,25 +5487,30 @@ def result_text(result: dict, save: Callable[[bytes, str], str]) -> str:
     return text
 
 
+def quoted(text: str) -> str:
+    """Return a server's text as a part of a question: indented, so it can't pass for another."""
+    return visible(clip(text, 4000)).replace("\n", "\n    ")
+
+
 def elicit(ask: Callable[[str], str | None], params: dict) -> dict:
     """Ask the person what a server wants to know; return an ElicitResult.
 
     Enter takes a field's default; nobody there, or no, declines.
     """
-    said, schema = str(params.get("message") or ""), params.get("requestedSchema") or {}
+    said, schema = str(params.get("message") or ""), _get(params, "requestedSchema", dict)
     if params.get("mode") == "url":
         said += f"\nOpen {params.get('url')} in a browser"
-    fields, content = schema.get("properties") or {}, {}
-    answer = ask(f"❓ {visible(said)}\nYes, and tell it {', '.join(fields) or 'so'}? [y/N] ")
-    if (answer or "").strip().lower() not in ("y", "yes"):
+    fields, content = _get(schema, "properties", dict) or {}, {}
+    said = f"❓ {quoted(said)}\nYes, and tell it {one_line(', '.join(fields), 1000) or 'so'}? [y/N] "
+    if (ask(said) or "").strip().lower() not in ("y", "yes"):
         return {"action": "decline"}
     for name, field in fields.items():
         while name not in content:
-            answer = ask(f"{visible(name)} {_shown(field)}: ")
+            answer = ask(f"{one_line(name)} {_shown(field)}: ")
             if answer is None:
                 return {"action": "cancel"}
-            value = answer.strip() or field.get("default")
-            if value is None and name not in (schema.get("required") or ()):
+            value = answer.strip() or _get(field, "default", object)
+            if value is None and name not in (_get(schema, "required", list) or ()):
                 break
             with contextlib.suppress(ToolError):          # it does not fit: asked again
                 content[name] = check_value(field, value, name)
@@ -5530,7 +5542,7 @@ def read_servers(source: bytes, variables: dict, is_own: bool) -> dict[str, dict
     for name, entry in entries:
         try:
             servers[name] = _checked_server(name, entry, variables)
-        except ToolError as e:
+        except (ToolError, RecursionError) as e:
             servers[name] = {"error": str(e)}
         if not is_own:
             servers[name].pop("autoApprove", None)
@@ -5548,12 +5560,17 @@ def _checked_server(name, entry, variables):
         entry[key] = map_strings(value, functools.partial(
             re.sub, r"\$\{(\w+)(?:(:-)([^}]*))?\}", fill))
     for key in ("timeout", "startTimeout"):               # in ms, as Claude Code has them, or s
+        if not 0 < entry.get(key, 1) < 1e9:
+            raise ToolError(f"{name}.{key} should be a number above 0")
         if entry.get(key, 0) >= 1000:
             entry[key] /= 1000
+    for key in ("env", "headers"):
+        for variable, value in entry.get(key, {}).items():
+            check_value(_TEXT, value, f"{name}.{key}.{variable}")
     if bool(entry.get("command")) == bool(entry.get("url")):
         raise ToolError(f"{name} needs either a command or a url")
     for header, value in entry.get("headers", {}).items():
-        if not re.fullmatch(r"[\w-]+", header) or re.search(r"[\r\n\0]", str(value)):
+        if not re.fullmatch(r"[\w-]+", header) or re.search(r"[\r\n\0]", value):
             raise ToolError(f"{name}.headers.{header} can't be a header")
     return entry
 
@@ -5571,13 +5588,17 @@ class McpServer:
         self.error, self.tools, self.since = entry.get("error", ""), [], 0.0
         self._stale_at = math.inf        # when its tools must be asked for anew; -1: now
         self._n_deaths = 0
+        self._starting = Cancel()        # of a start in the background
         self._lock = threading.RLock()   # one starts or stops it at a time
         if client:
             client.on_notification = self._on_notification
 
     def start(self, cancel: Cancel | None = None) -> None:
-        """Start it and learn its tools; `state` is ready then, or error."""
+        """Start it and learn its tools; `state` is ready then, or error.  Raises Cancelled."""
         with self._lock:
+            if self.state == "closed":
+                return
+            cancel = cancel or self._starting
             self.state, self.since = "starting", time.monotonic()
             try:
                 if not self.client:
@@ -5585,12 +5606,24 @@ class McpServer:
                 self.client.connect(cancel)
                 self.tools = self._list_tools(cancel)
                 self.state, self.error = "ready", ""
+            except Cancelled:
+                self.stop("waiting")     # the next turn starts it
+                raise
             except PaiError as e:
-                self.stop("error", str(e))
+                self.stop("error", self._explained(e))
+                self._on_event({"type": "notice", "text": f"🔌 {self.name}: {self.error}"})
+
+    def _explained(self, error):
+        """-> its text; if the server kept silent, perhaps it said why on its stderr."""
+        is_silent = getattr(error, "code", "") == "silent"
+        log = list(self.client.transport.log)[-4:] if is_silent else []
+        return "\n".join([str(error), *log])
 
     def stop(self, state: str = "disabled", error: str = "") -> None:
-        """Stop it; its tools are gone."""
+        """Stop it, also while it starts; its tools are gone.  Once "closed", it stays so."""
+        self._starting.set("it was stopped")              # start() lets go of the lock then
         with self._lock:
+            self._starting = Cancel()
             if self.client:
                 self.client.close()
             self.state, self.error, self.tools = state, error, []
@@ -5614,8 +5647,8 @@ class McpServer:
         if method == "notifications/tools/list_changed":
             self._stale_at = -1
         elif method == "notifications/progress":
-            text = f"🔌 {self.name}: {params.get('progress')} {params.get('message') or ''}"
-            self._on_event({"type": "wait", "text": text})
+            said = one_line(f"{params.get('progress')} {params.get('message') or ''}")
+            self._on_event({"type": "wait", "text": f"🔌 {self.name}: {said}"})
 
     def refresh(self, cancel: Cancel) -> None:
         """Ask for the tools again if they have changed."""
@@ -5628,10 +5661,9 @@ class McpServer:
         found = self.client.list_tools(cancel)
         self._stale_at = min(self._stale_at, time.monotonic() + self.client.fresh_s)
         for t in found:
-            with contextlib.suppress(RecursionError):     # of a schema that nobody could read
-                text = t.get("description") or t.get("title") or ""
-                tools[t["name"]] = Tool("", clip(str(text), 4000), clean_schema(
-                    t.get("inputSchema")), functools.partial(self._call, t["name"]))
+            text = t.get("description") or t.get("title") or ""
+            tools[t["name"]] = Tool("", clip(str(text), 4000), clean_schema(
+                t.get("inputSchema")), functools.partial(self._call, t["name"]))
         if "resources" in self.client.capabilities:
             tools = {**{t.name: t for t in tools_in(self)}, **tools}
         approved = self.entry.get("autoApprove", ())
@@ -5660,7 +5692,7 @@ class McpServer:
             popen = getattr(self.client.transport, "popen", None)
             parts += [f"{len(self.tools)} tools", f"{time.monotonic() - self.since:.0f} s",
                       popen and f"PID {popen.pid}", self.client.version, self.client.peer.closed]
-        return " | ".join(filter(None, [*parts, self.error]))
+        return " | ".join(filter(None, [*parts, self.error])).replace("\n", "\n    ")
 
 
 class McpServers:
@@ -5674,7 +5706,8 @@ class McpServers:
         """Start those that were not yet started, in the background, at most 8 at a time."""
         def start(server):
             with self._slots:
-                server.start()
+                if server.state == "starting":            # not stopped in the meantime
+                    server.start()
         for server in self.servers.values():
             if server.state == "waiting":
                 server.state = "starting"
@@ -5686,7 +5719,7 @@ class McpServers:
         latest, jobs, self._jobs = time.monotonic() + timeout_s, self._jobs, []
         for job in jobs:
             with contextlib.suppress(TimeoutError):
-                job.wait(cancel, max(0, latest - time.monotonic()))
+                job.error(cancel, max(0, latest - time.monotonic()))
         for server in self.servers.values():
             server.refresh(cancel)
         return [t for server in self.servers.values() for t in server.tools]
@@ -5720,8 +5753,11 @@ class McpServers:
         return "\n".join(client.transport.log if client else ())
 
     def close(self) -> None:
-        """Stop all of them, side by side."""
-        run_parallel("mcp-stop", [s.stop for s in self.servers.values()])
+        """Stop all of them for good, side by side; what hangs is left behind."""
+        jobs = [Job("mcp-stop", s.stop, "closed") for s in self.servers.values()]
+        for job in jobs:
+            with contextlib.suppress(TimeoutError):
+                job.error(timeout_s=4 * GRACE_S)
 
 
 # =============================================================================
@@ -5951,9 +5987,11 @@ def list_offers(servers: McpServers, name: str, method: str, cancel: Cancel) -> 
     """Return a line for each resource or prompt: how to name it in a message, and what it is."""
     lines = []
     for r in getattr(servers.find(name).ready(cancel), method)(cancel):
+        wanted = [f"{_get(a, 'name', str)}=..." for a in _get(r, "arguments", list) or ()]
         what = r.get("uri") or r.get("uriTemplate") or "?".join(filter(None, (
-            r.get("name"), "&".join(f"{a['name']}=..." for a in r.get("arguments") or ()))))
-        lines.append(f"  @{name}:{what}  {one_line(r.get('description') or '', 80)}")
+            str(r.get("name")), "&".join(wanted))))
+        about = one_line(str(r.get("description") or ""), 80)
+        lines.append(f"  @{name}:{one_line(str(what))}  {about}")
     return "\n".join(lines) or "There are none."
 
 
@@ -5968,6 +6006,8 @@ def log_out(app, name: str) -> str:
 
 def log_in(app, page: str, cancel: Cancel) -> dict:
     """Lead the person, if they want to, to a page; return what the browser comes back with."""
+    if cancel is not app.cancel:         # of a start in the background, where nobody is asked
+        raise PaiError("it needs a login: /mcp login NAME")
     answer = app.ask(f"🔑 An MCP server wants you to log in at "
                      f"{urllib.parse.urlsplit(page).netloc}. Open that page? [y/N] ", cancel)
     if (answer or "").strip().lower() not in ("y", "yes"):
@@ -6043,10 +6083,11 @@ def with_resources(servers: McpServers, text: str, cancel: Cancel) -> str:
 def sample(app, server: str, params: dict) -> dict:
     """Have the current model answer what a server asks, if the person agrees."""
     save, messages = functools.partial(save_content, app.config.home), []
-    for m in params.get("messages") or ():
-        blocks = m["content"] if isinstance(m.get("content"), list) else [m.get("content")]
-        messages.append({"role": m.get("role"), "content": content_text(blocks, save)})
-    shown = "\n    ".join(visible(m["content"]) for m in messages)
+    for m in _get(params, "messages", list) or ():
+        content = _get(m, "content", object)
+        blocks = content if isinstance(content, list) else [content]
+        messages.append({"role": _get(m, "role", str), "content": content_text(blocks, save)})
+    shown = quoted("\n".join(m["content"] for m in messages))
     answer = app.ask(f"❓ The MCP server {server} asks your model:\n    {shown}\nMay it? [y/N] ",
                      app.cancel)
     if (answer or "").strip().lower() not in ("y", "yes"):

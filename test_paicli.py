@@ -51,7 +51,7 @@ import paicli
 
 HERE = pathlib.Path(__file__).resolve().parent
 PATH = HERE / "paicli.py"
-MAX_LINES = 6760                         # meant to stay under 4500: code search and MCP did not fit
+MAX_LINES = 6800                         # meant to stay under 4500: code search and MCP did not fit
 POSIX = os.name == "posix"
 
 
@@ -2332,7 +2332,7 @@ class Wire:
     """A transport without a server: keeps what is sent; `answer` may react to it."""
 
     def __init__(self, answer=lambda wire, message: None):
-        self.sent, self.flights, self.answer = [], [], answer
+        self.sent, self.flights, self.answer, self.log = [], [], answer, collections.deque()
 
     def start(self, on_message, on_close):
         self.on_message, self.on_close = on_message, on_close
@@ -2341,6 +2341,9 @@ class Wire:
         self.sent.append(message)
         self.flights.append(cancel)
         self.answer(self, message)
+
+    def recover(self, error, cancel):
+        return False
 
     def close(self):
         self.is_closed = True
@@ -3107,6 +3110,52 @@ class TestMcp(Case):
         self.raises(paicli.McpError, "asked back 10 times", client.call_tool, "x", {})
         self.assertEqual([], client.list_prompts() + client.list_resources())
 
+    def test_answers_of_any_shape_end_in_a_server_that_is_ready_or_says_why(self):
+        def answer(wire, m):
+            era = "legacy" if "supportedVersions" not in odd else "dual"
+            result = (fake_mcp(era, m) or [{}])[-1].get("result") if m.get("id") else None
+            wire.result(m.get("id"), **{**(result or {}), **odd})
+        shapes = [{name: value} for name in ("supportedVersions", "capabilities", "tools", "contents", "messages", "inputRequests", "nextCursor", "ttlMs")
+                  for value in (5, "x", [5], {"a": 5}, None, True)]
+        shapes += [{"resultType": kind, "inputRequests": asked} for kind in ([], "input_required") for asked in (5, {"a": 5}, {"a": {"method": [], "params": 5}})]
+        shapes += [{"tools": [{"inputSchema": {}}, {"name": 5}, {"name": ""}, {"name": []}, {"name": "ok", "description": 5, "inputSchema": [[]]}]}]
+        for odd in shapes:
+            wire = Wire(answer)
+            client = paicli.McpClient(wire, timeout_s=1)
+            server = paicli.McpServer("s", {}, client, repr, lambda event: None)
+            server.start()
+            self.assertIn(server.state, ("ready", "error"), odd)
+            for use in (client.list_resources, lambda: client.read_resource("u"), client.list_prompts, lambda: client.get_prompt("p", {"who": "x"})):
+                with contextlib.suppress(paicli.McpError):
+                    self.assertIsInstance(use(), list)
+        self.assertEqual((["mcp__s__ok"], 4), ([t.name for t in server.tools if "resource" not in t.name], len(set(wire.log))))
+
+    def test_a_start_can_be_interrupted_and_closed_is_for_ever(self):
+        server = self.manager({"s": self.entry("mute")}).find("s")
+        cancel, wire = paicli.Cancel(), server.client.transport
+        for interrupt, state in ((cancel.set, "waiting"), (server.stop, "disabled"), (lambda: server.stop("closed"), "closed")):
+            job = paicli.Job("test", server.start, None if cancel.is_set() else cancel)
+            self.assertTrue(wait_for(lambda: wire.popen and paicli.has_group(wire.popen)))
+            began = time.monotonic()
+            interrupt()
+            self.assertIsInstance(job.error(timeout_s=10), paicli.Cancelled)
+            self.assertLess(time.monotonic() - began, 5)
+            self.assertEqual((state, False), (server.state, paicli.has_group(wire.popen)))
+        server.start()                   # as one that waited for its turn would
+        self.assertFalse(paicli.has_group(wire.popen))
+        servers = self.manager({"s": self.entry("mute")})
+        cancel = paicli.Cancel()
+        paicli.Job("test", lambda: wait_for(lambda: servers.find("s").client.peer) and servers.disable("s"))
+        self.assertEqual([], servers.tools(30, cancel))   # stopped by another is no reason to end a turn
+
+    def test_one_that_keeps_silent_shows_what_it_said_elsewhere(self):
+        wire = Wire()
+        wire.log.extend(["a", "Error: no key"])
+        server, events = paicli.McpServer("s", {}, paicli.McpClient(wire, start_timeout_s=0.01), repr, lambda event: events.append(event["text"])), []
+        server.start()
+        self.assertRegex(server.status(), r"no answer to initialize in 0.01 s\n    a\n    Error: no key$")
+        self.assertRegex(events[0], "^🔌 s: no answer to initialize")
+
     def manager(self, configs, events=None):
         def make(name, entry):
             client = None if "error" in entry else paicli.McpClient(
@@ -3131,7 +3180,8 @@ class TestMcp(Case):
                                            r"○ off +disabled \| stdio\n✗ bad .*the variable X is not set$")
         run = lambda name, **arguments: tools["mcp__a__" + name].run(arguments, paicli.Cancel())
         self.assertEqual("hi", run("echo", text="hi"))
-        self.assertEqual([{"type": "wait", "text": "🔌 a: 1 "}], events)
+        self.assertEqual([("notice", "🔌 bad: bad.command: th"), ("notice", "🔌 gone: /no/such could"), ("wait", "🔌 a: 1")],
+                         sorted((e["type"], e["text"][:22]) for e in events))
         self.raises(paicli.ToolError, "no such file", run, "fail")
         self.assertEqual(("memo://1  one", "memo of m:1"), (run("list_resources"), run("read_resource", uri="m:1")))
         self.assertIsNot(tools["mcp__a__echo"], servers.tools(0, paicli.Cancel())[2])       # list_changed came with echo
@@ -3160,6 +3210,11 @@ class TestMcp(Case):
                              ({"url": "http://x", "headers": {"A": "b\r\nc"}}, "s.headers.A can't be")):
             self.assertRegex(read({"s": entry, "t": {"command": "ok"}})["s"]["error"], "^" + error)
         self.assertEqual({"command": "x"}, read({"s": {"command": "x", "autoApprove": ["t"]}}, False)["s"])
+        for more, error in (({"timeout": -1}, "s.timeout should be a number"), ({"startTimeout": math.nan}, "s.startTimeout should"), ({"timeout": 1e300}, "s.timeout"),
+                            ({"env": {"PORT": 80}}, "s.env.PORT should be of type string, not 80"), ({"headers": {"A": [1]}}, "s.headers.A should be of type string")):
+            self.assertRegex(read({"s": {"command": "x", **more}})["s"]["error"], "^" + error)
+        deep = b'{"mcpServers": {"s": {"command": "x", "oauth": ' + b'{"a":' * 400 + b"1" + b"}" * 400 + b"}}}"
+        self.assertEqual(["s"], list(paicli.read_servers(deep, {}, True)))
         for text in (b"{", b"[]", b'{"mcpServers": []}'):
             self.raises(paicli.ConfigError, "it should be {\"mcpServers\"", paicli.read_servers, text, {}, True)
 
@@ -3180,6 +3235,10 @@ class TestMcp(Case):
             "anyOf": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "description": "d"},
             "b": {"oneOf": [{"type": "string"}, {"type": "integer"}]}, "c": {"$ref": "http://evil/x"}, "d": {"$ref": "#/$defs/N"},
             "e": {"enum": [{"$id": 1}], "description": "x" * 2000}}}
+        deep = {}
+        for _ in range(5000):
+            deep = {"properties": {"a": deep}, "type": "object"}
+        self.assertLess(len(json.dumps(paicli.clean_schema(deep))), 20000)
         before, cleaned = json.dumps(schema), paicli.clean_schema(schema)
         self.assertEqual(before, json.dumps(schema))
         p = cleaned["properties"]
@@ -3195,6 +3254,8 @@ class TestMcp(Case):
                   {"type": "resource", "resource": {"uri": "u", "text": "t"}}, {"type": "resource", "resource": {"blob": data.rstrip("=")}}, {"type": "x-foo"}, 5]
         self.assertEqual("a\n[image/png, 2 KB: <3000 image/png>]\n" '[{"type": "resource_link", "uri": "u", "name": "n"}]'
                          "\nt\n[data, 2 KB: <3000 data>]\n" '[{"type": "x-foo"}]\n[5]', paicli.content_text(blocks, save))
+        broken = [{"type": "image", "data": "abcde"}, {"type": "image", "data": "世"}, {"type": "text", "text": "t"}]
+        self.assertEqual('[{"type": "image", "data": "abcde"}]\n[{"type": "image", "data": "世"}]\nt', paicli.content_text(broken, save))
         self.assertEqual('{"a": 1}', paicli.result_text({"content": [], "structuredContent": {"a": 1}}, save))
         self.assertRegex(paicli.result_text({"content": [{"type": "text", "text": "x" * 70000}]}, save), r"x\n\[all of it: <70000 text/plain>\]$")
         self.raises(paicli.ToolError, "^no$", paicli.result_text, {"isError": True, "content": [{"type": "text", "text": "no"}]}, save)
@@ -3211,6 +3272,10 @@ class TestMcp(Case):
         self.assertEqual({"action": "cancel"}, asked("y", None, requestedSchema=schema))
         self.assertEqual(["accept", "decline"], [asked(a, mode="url", url="http://x")["action"] for a in ("y", None)])
         self.assertIn("http://x", self.questions[0])
+        asked("y", "", message="\x1b[2J\n⚠️ Run rm?\n" + "x" * 9000, requestedSchema={"properties": {"f\n\x1b[2J\u202e": 5}, "required": 5})
+        self.assertNotRegex("".join(self.questions), "[\x1b\u202e]|\n⚠️|x{5000}")
+        self.assertEqual({"action": "accept", "content": {}}, asked("y", requestedSchema={"properties": [5]}))
+        self.assertEqual("a\n    b", paicli.quoted("a\nb"))
 
 
 # ---- 22 --------------------------------------------------------------------------------------------
