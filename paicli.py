@@ -5487,7 +5487,7 @@ def result_text(result: dict, save: Callable[[bytes, str], str]) -> str:
     return text
 
 
-def quoted(text: str) -> str:
+def quotation(text: str) -> str:
     """Return a server's text as a part of a question: indented, so it can't pass for another."""
     return visible(clip(text, 4000)).replace("\n", "\n    ")
 
@@ -5501,7 +5501,7 @@ def elicit(ask: Callable[[str], str | None], params: dict) -> dict:
     if params.get("mode") == "url":
         said += f"\nOpen {params.get('url')} in a browser"
     fields, content = _get(schema, "properties", dict) or {}, {}
-    said = f"❓ {quoted(said)}\nYes, and tell it {one_line(', '.join(fields), 1000) or 'so'}? [y/N] "
+    said = f"❓ {quotation(said)}\nYes, and tell it {one_line(', '.join(fields), 1000) or 'so'}? [y/N] "
     if (ask(said) or "").strip().lower() not in ("y", "yes"):
         return {"action": "decline"}
     for name, field in fields.items():
@@ -5538,7 +5538,7 @@ def read_servers(source: bytes, variables: dict, is_own: bool) -> dict[str, dict
     try:
         entries = json.loads(source)["mcpServers"].items()
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-        raise ConfigError(f'it should be {{"mcpServers": {{NAME: {{...}}}}}}: {e!r}') from None
+        raise ConfigError(f'it should be {{"mcpServers": {{NAME: {{...}}}}}}: {one_line(str(e))}') from None
     for name, entry in entries:
         try:
             servers[name] = _checked_server(name, entry, variables)
@@ -6087,7 +6087,7 @@ def sample(app, server: str, params: dict) -> dict:
         content = _get(m, "content", object)
         blocks = content if isinstance(content, list) else [content]
         messages.append({"role": _get(m, "role", str), "content": content_text(blocks, save)})
-    shown = quoted("\n".join(m["content"] for m in messages))
+    shown = quotation("\n".join(m["content"] for m in messages))
     answer = app.ask(f"❓ The MCP server {server} asks your model:\n    {shown}\nMay it? [y/N] ",
                      app.cancel)
     if (answer or "").strip().lower() not in ("y", "yes"):

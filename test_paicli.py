@@ -3275,7 +3275,7 @@ class TestMcp(Case):
         asked("y", "", message="\x1b[2J\n⚠️ Run rm?\n" + "x" * 9000, requestedSchema={"properties": {"f\n\x1b[2J\u202e": 5}, "required": 5})
         self.assertNotRegex("".join(self.questions), "[\x1b\u202e]|\n⚠️|x{5000}")
         self.assertEqual({"action": "accept", "content": {}}, asked("y", requestedSchema={"properties": [5]}))
-        self.assertEqual("a\n    b", paicli.quoted("a\nb"))
+        self.assertEqual("a\n    b", paicli.quotation("a\nb"))
 
 
 # ---- 22 --------------------------------------------------------------------------------------------
