@@ -5501,8 +5501,9 @@ def elicit(ask: Callable[[str], str | None], params: dict) -> dict:
     if params.get("mode") == "url":
         said += f"\nOpen {params.get('url')} in a browser"
     fields, content = _get(schema, "properties", dict) or {}, {}
-    said = f"❓ {quotation(said)}\nYes, and tell it {one_line(', '.join(fields), 1000) or 'so'}? [y/N] "
-    if (ask(said) or "").strip().lower() not in ("y", "yes"):
+    names = one_line(", ".join(fields), 1000) or "so"
+    answer = ask(f"❓ {quotation(said)}\nYes, and tell it {names}? [y/N] ")
+    if (answer or "").strip().lower() not in ("y", "yes"):
         return {"action": "decline"}
     for name, field in fields.items():
         while name not in content:
@@ -5538,7 +5539,8 @@ def read_servers(source: bytes, variables: dict, is_own: bool) -> dict[str, dict
     try:
         entries = json.loads(source)["mcpServers"].items()
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-        raise ConfigError(f'it should be {{"mcpServers": {{NAME: {{...}}}}}}: {one_line(str(e))}') from None
+        said = one_line(str(e))
+        raise ConfigError(f'it should be {{"mcpServers": {{NAME: {{...}}}}}}: {said}') from None
     for name, entry in entries:
         try:
             servers[name] = _checked_server(name, entry, variables)
