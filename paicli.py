@@ -4638,6 +4638,7 @@ def _result(answer):
 # Tests: TestMcpTransports (exercise, 3 of 3 stars).
 
 LOG_LINES = 200
+ANEW = "-- started anew"                 # in a log, between two processes of one server
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_DEPTH = 200                          # of a JSON value; Python's parser fails at some thousand
 CLOSE_WAIT_S = 1.0                       # for a server to end once its stdin is closed
@@ -4703,6 +4704,7 @@ class StdioTransport:
                 stderr=subprocess.PIPE, **group)
         except (OSError, ValueError) as e:
             raise McpError(f"{argv[0]} could not be started: {e}", "closed") from None
+        self.log.extend([ANEW] if self.log else [])
         self._outbox = queue.SimpleQueue()
         Job("mcp-stdin", self._write, self.popen.stdin, self._outbox)
         logger = Job("mcp-stderr", self._drain, self.popen.stderr)
@@ -4747,7 +4749,8 @@ class StdioTransport:
             f"exited (signal {-code})" if code < 0 else f"exited (code {code})"
         if has_group(popen):             # before somebody hears of it and starts another
             kill_tree(popen)
-        on_close(": ".join(filter(None, [f"the server {how}", "\n".join(list(self.log)[-4:])])))
+        said = "\n".join(self.log).rpartition(ANEW)[2].strip().split("\n")[-4:]
+        on_close(": ".join(filter(None, [f"the server {how}", "\n".join(said)])))
 
     def close(self) -> None:
         """Stop the server and its children: close stdin, then TERM, then KILL."""
@@ -5654,8 +5657,10 @@ class McpServer:
 
     def refresh(self, cancel: Cancel) -> None:
         """Ask for the tools again if they have changed."""
+        if self.state != "ready" or self._stale_at > time.monotonic():
+            return                       # before the lock: one that starts holds it for long
         with contextlib.suppress(PaiError), self._lock:
-            if self.state == "ready" and self._stale_at < time.monotonic():
+            if self.state == "ready":
                 self.tools = self._list_tools(cancel)
 
     def _list_tools(self, cancel):
@@ -6469,7 +6474,8 @@ class App:
             return ask(question, cancel)
         answer = queue.SimpleQueue()
         with cancel.on_set(lambda: answer.put(None)):
-            self.events.put({"type": "question", "text": question, "answer": answer})
+            self.events.put({"type": "question", "text": question, "answer": answer,
+                             "cancel": cancel})
             said = answer.get()
         cancel.check()
         return said
@@ -6599,7 +6605,8 @@ def draw_until_end(app: App, screen: Screen, cancel: Cancel) -> None:
             return
         if event["type"] == "question":
             screen.settle()
-            event["answer"].put(ask(event["text"], cancel))
+            is_late = event["cancel"].is_set() or cancel.is_set()
+            event["answer"].put(None if is_late else ask(event["text"], cancel))
         else:
             screen.handle(event)
 

@@ -2518,6 +2518,10 @@ sys.stderr.write("x" * 255 + "\\n" + "line\\n" * 50000 + "Error: missing API key
 sys.exit(3)''')
         self.assertRegex(self.ends.get(timeout=30), r"^the server exited \(code 3\): line\n(.|\n)*Error: missing API key$")
         self.assertEqual(paicli.LOG_LINES, len(wire.log))
+        wire = self.stdio("sys.exit('Error: no key')")
+        for _ in range(2):               # what the process before it wrote is not its reason
+            self.assertEqual("the server exited (code 1): Error: no key", self.ends.get(timeout=30))
+            self.start(wire)
 
     def test_an_endless_line_and_a_killed_server_end_it(self):
         with smaller(paicli.StdioTransport, "MAX_MESSAGE_BYTES", 1000):
@@ -3144,7 +3148,10 @@ class TestMcp(Case):
         server.start()                   # as one that waited for its turn would
         self.assertFalse(paicli.has_group(wire.popen))
         servers = self.manager({"s": self.entry("mute")})
-        cancel = paicli.Cancel()
+        cancel, began = paicli.Cancel(), time.monotonic()
+        self.assertEqual([], servers.tools(0.05, cancel) + servers.tools(0.05, cancel))     # nor do others wait for it
+        self.assertLess(time.monotonic() - began, 5)
+        servers.find("s").stop("waiting")
         paicli.Job("test", lambda: wait_for(lambda: servers.find("s").client.peer) and servers.disable("s"))
         self.assertEqual([], servers.tools(30, cancel))   # stopped by another is no reason to end a turn
 
@@ -4787,6 +4794,16 @@ class TestTerminal(Case):
         return Typist(*args, cwd=self.path("work"), **options)
 
     @unittest.skipUnless(POSIX, "a pseudo-terminal")
+    def test_a_question_is_not_shown_if_nobody_waits_for_the_answer(self):
+        app, asked, stopped = paicli.App(self.config()), [], paicli.Cancel()
+        stopped.set()
+        self.assertIsInstance(paicli.Job("test", app.ask, "late?", stopped).error(timeout_s=10), paicli.Cancelled)
+        job = paicli.Job("test", app.ask, "now?", paicli.Cancel())
+        paicli.Job("test", lambda: (job.error(timeout_s=10), app.events.put({"type": "end"})))
+        with smaller(paicli.App, "ask", lambda question, cancel: asked.append(question) or "y"):
+            paicli.draw_until_end(app, self.screen(), paicli.Cancel())
+        self.assertEqual((["now?"], "y"), (asked, job.wait(timeout_s=10)))
+
     def test_a_person_talks_to_it_until_they_leave(self):
         person = self.typist("--demo")
         self.assertRegex(person.see("You: "), "(?s)Tips.*Level 3")
