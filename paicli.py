@@ -5212,6 +5212,8 @@ MODERN = "2026-07-28"
 LEGACY = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")
 PROBE_TIMEOUT_S = 10                     # old servers may keep silent when asked for what is new
 MAX_PAGES = 100
+MAX_TOOLS = 1000                         # of one server, and characters of one tool: a model reads
+MAX_TOOL_CHARS = 60000                   # them all with each request
 MAX_INPUT_ROUNDS = 10
 HEADER_MISMATCH = -32020                 # an error code of the modern protocol
 
@@ -5354,12 +5356,14 @@ class McpClient:
 
     def list_tools(self, cancel: Cancel | None = None) -> list[dict]:
         """Return the server's tools as it describes them; the unusable are left out, and logged."""
-        tools, paths = {}, {}
-        for found in self._list("tools/list", "tools", cancel):
+        tools, paths, all_found = {}, {}, self._list("tools/list", "tools", cancel)
+        if len(all_found) > MAX_TOOLS:
+            self.transport.log.append(f"{len(all_found)} tools: the first {MAX_TOOLS} are used")
+        for found in all_found[:MAX_TOOLS]:
             name = _get(found, "name", str)
             try:
-                if not name:
-                    raise ValueError("it has no name")
+                if not name or len(json.dumps(found)) > MAX_TOOL_CHARS:
+                    raise ValueError("it is too long" if name else "it has no name")
                 if self._is_http:        # pipes have no headers
                     paths[name] = header_params(found.get("inputSchema"))
                 tools.setdefault(name, found)
@@ -5615,8 +5619,10 @@ class McpServer:
                 self.stop("waiting")     # the next turn starts it
                 raise
             except PaiError as e:
+                is_background = cancel is self._starting      # nobody looks at `state` then
                 self.stop("error", self._explained(e))
-                self._on_event({"type": "notice", "text": f"🔌 {self.name}: {self.error}"})
+                if is_background:
+                    self._on_event({"type": "notice", "text": f"🔌 {self.name}: {self.error}"})
 
     def _explained(self, error):
         """-> its text; if the server kept silent, perhaps it said why on its stderr."""

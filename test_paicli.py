@@ -3134,6 +3134,15 @@ class TestMcp(Case):
                     self.assertIsInstance(use(), list)
         self.assertEqual((["mcp__s__ok"], 4), ([t.name for t in server.tools if "resource" not in t.name], len(set(wire.log))))
 
+    def test_more_than_a_model_can_read_is_left_out(self):
+        tools = [{"name": f"t{n}"} for n in range(5000)]
+        tools[7]["inputSchema"] = {"properties": {f"p{n}": {} for n in range(20000)}}
+        client = paicli.McpClient(Wire(lambda wire, m: wire.result(m["id"], tools=tools)))
+        client._open()
+        found = client.list_tools()
+        self.assertEqual((999, "t8"), (len(found), found[7]["name"]))
+        self.assertRegex("\n".join(client.transport.log), r"^5000 tools: the first 1000 are used\nthe tool .*t7.* is left out: it is too long$")
+
     def test_a_start_can_be_interrupted_and_closed_is_for_ever(self):
         server = self.manager({"s": self.entry("mute")}).find("s")
         cancel, wire = paicli.Cancel(), server.client.transport
