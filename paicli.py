@@ -5348,10 +5348,13 @@ class McpClient:
             ttl_ms = _get(page, "ttlMs", int) or 0
             self.fresh_s = min(self.fresh_s, ttl_ms / 1000 if ttl_ms > 0 else math.inf)
             cursor = _get(page, "nextCursor", str)        # "" is one, too
-            if cursor is None or cursor in cursors:
+            if cursor is None:
+                return items
+            if cursor in cursors:
                 break
             cursors.add(cursor)
             params = {"cursor": cursor}
+        self.transport.log.append(f"{kind}: the list has no end, so the rest is left out")
         return items
 
     def list_tools(self, cancel: Cancel | None = None) -> list[dict]:
