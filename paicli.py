@@ -152,6 +152,7 @@ def visible(text: str) -> str:
 
 def one_line(text: str, limit: int = 200) -> str:
     """Return the first `limit` characters on one line; a web page is reduced to its title."""
+    text = text[:10000]                  # the search for a title may be slow in one without an end
     title = re.search(r"<title[^>]*>(.*?)</title", text, re.I | re.S)
     if title:
         text = "a web page titled " + title[1]
@@ -4894,6 +4895,7 @@ class CodeTools:
 
 MAX_RENEWALS = 10                        # a request that reports progress may take so many times
 #                                          as long as one that is silent
+MAX_SERVED = 16                          # requests of the other side at once: each is two threads
 
 
 def refuse_request(method: str, params: dict) -> dict:
@@ -4909,7 +4911,7 @@ class Peer:
         self.on_notification = lambda method, params: None
         self.closed = ""                 # why it is closed; "" as long as it is not
         self._transport, self._ids = transport, itertools.count(1)
-        self._served = set()             # ids of what the other side waits for, maybe for a person
+        self._served = []                # what the other side waits for, maybe for a person
         self._waiting = {}               # id of a request, as text -> the queue for its answer
         transport.start(self._receive, self._on_close)
 
@@ -4932,13 +4934,14 @@ class Peer:
                 self._transport.send(message, flight)
                 return _result(self._answer(answers, timeout_s, cancel))
         except (queue.Empty, Cancelled) as e:
-            flight.set()                 # the transport lets go of it, and the server hears of it
+            flight.set()                 # before the server hears of it: it may take its time
             if method != "initialize" and not self.closed:
                 self.notify("notifications/cancelled", {"requestId": id_, "reason": "not needed"})
             if isinstance(e, Cancelled):
                 raise
             raise McpError(f"no answer to {method} in {timeout_s:g} s", "silent") from None
         finally:
+            flight.set()                 # the transport lets go of it
             del self._waiting[str(id_)]
 
     def _answer(self, answers, timeout_s, cancel):
@@ -4950,7 +4953,7 @@ class Peer:
                 if not self._served:
                     raise
             cancel.check()
-            if message is None and time.monotonic() > latest and not self._served:
+            if message is None and timeout_s and time.monotonic() > latest:
                 raise queue.Empty
         return message
 
@@ -4981,28 +4984,32 @@ class Peer:
         for m in message if isinstance(message, list) else [message]:
             if not isinstance(m, dict) or "jsonrpc" not in m:
                 continue
-            if "method" not in m:
-                waiting = self._waiting.get(str(m.get("id")))
-                if waiting:
-                    waiting.put(m)
-            elif "id" not in m:
-                self.on_notification(m["method"], m.get("params") or {})
-            elif self.on_request:        # it may ask a person, and the next message is coming
+            method, waiting = _get(m, "method", str), self._waiting.get(str(m.get("id")))
+            if "method" not in m and waiting:
+                waiting.put(m)
+            elif method and "id" not in m:
+                self.on_notification(method, _get(m, "params", dict) or {})
+            elif method and self.on_request and len(self._served) < MAX_SERVED:
+                self._served.append(m)   # it may ask a person, and the next message is coming
                 Job("rpc", self._serve, m)
+            elif method and self.on_request:
+                self._answer_to(m, error={"code": -32603, "message": "too many requests at once"})
 
     def _serve(self, message):
-        self._served.add(message["id"])
-        job = Job("rpc-request", self.on_request, message["method"], message.get("params") or {})
-        error, answer = job.error(), {"jsonrpc": "2.0", "id": message["id"]}
+        params = _get(message, "params", dict) or {}
+        job = Job("rpc-request", self.on_request, message["method"], params)
+        error = job.error()
+        self._served.remove(message)
         if error:
             code = getattr(error, "code", 0)
-            answer["error"] = {"code": code if isinstance(code, int) and code else -32603,
-                               "message": str(error)}
+            self._answer_to(message, error={
+                "code": code if isinstance(code, int) and code else -32603, "message": str(error)})
         else:
-            answer["result"] = job.wait()
-        self._served.discard(message["id"])
+            self._answer_to(message, result=job.wait())
+
+    def _answer_to(self, message, **answer):
         with contextlib.suppress(PaiError):
-            self._transport.send(answer, Cancel())
+            self._transport.send({"jsonrpc": "2.0", "id": message["id"], **answer}, Cancel())
 
 
 def _result(answer):
@@ -5034,26 +5041,49 @@ def _result(answer):
 # Tests: TestMcpTransports (exercise, 3 of 3 stars).
 
 LOG_LINES = 200
+ANEW = "-- started anew"                 # in a log, between two processes of one server
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_DEPTH = 200                          # of a JSON value; Python's parser fails at some thousand
 CLOSE_WAIT_S = 1.0                       # for a server to end once its stdin is closed
+NOTICE_WAIT_S = 2                        # for a server to take what needs no answer
 META = "io.modelcontextprotocol/"        # what the keys of a modern request's _meta begin with
 
 
 def parse_message(text: str):
     """Return the JSON value of a text, None for noise; what is nested over MAX_DEPTH is null."""
-    found = _json(text)
-    if found is not None or not text.startswith("{"):
-        return found
-    kept, depth, start = [], 0, 0
-    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[][{}]', text):
-        depth += token[0] in ("[", "{")
-        if depth == MAX_DEPTH and token[0] in ("[", "{"):
-            kept.append(text[start:token.start()] + "null")
-        elif depth == MAX_DEPTH and token[0] in ("]", "}"):
-            start = token.end()
-        depth -= token[0] in ("]", "}")
-    return _json("".join(kept) + text[start:])
+    try:
+        return json.loads(text, strict=False)
+    except ValueError:
+        return None
+    except RecursionError:
+        return _json(_without_depth(text))
+
+
+def _without_depth(text):
+    """-> JSON text with null for what is nested over MAX_DEPTH, in linear time."""
+    kept, depth, start, in_string = [], 0, 0, False
+    for token in re.finditer(r'(?s)\\.|["[\]{}]', text):
+        if token[0] == '"':
+            in_string = not in_string
+        elif not in_string and token[0] in "[{":
+            depth += 1
+            if depth == MAX_DEPTH:
+                kept.append(text[start:token.start()] + "null")
+        elif not in_string and token[0] in "]}":
+            start = token.end() if depth == MAX_DEPTH else start
+            depth -= 1
+    return "".join(kept) + text[start:]
+
+
+def batch_line(argv: list[str]) -> str:
+    """Return the command line that runs a batch file of Windows with exactly these arguments.
+
+    In quotes & and | are only characters; for % there is but a trick: a variable cut to nothing.
+    """
+    def quote(argument):
+        doubled = re.sub(r'(\\*)("|\Z)', lambda m: 2 * m[1] + 2 * m[2], argument)
+        return '"' + doubled.replace("%", "%%cd:~,%") + '"'
+    return f'cmd.exe /e:ON /v:OFF /d /c "{" ".join(map(quote, argv))}"'
 
 
 class StdioTransport:
@@ -5070,12 +5100,14 @@ class StdioTransport:
         if WINDOWS:                      # npx is npx.cmd there
             import shutil                                 # slow to import, so only where needed
             argv, group = [shutil.which(argv[0]) or argv[0], *argv[1:]], {"creationflags": 0x200}
+            argv = batch_line(argv) if argv[0].lower().endswith((".cmd", ".bat")) else argv
         try:
             self.popen = subprocess.Popen(
                 argv, env=self.env, cwd=self.cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE, **group)
         except (OSError, ValueError) as e:
             raise McpError(f"{argv[0]} could not be started: {e}", "closed") from None
+        self.log.extend([ANEW] if self.log else [])
         self._outbox = queue.SimpleQueue()
         Job("mcp-stdin", self._write, self.popen.stdin, self._outbox)
         logger = Job("mcp-stderr", self._drain, self.popen.stderr)
@@ -5118,9 +5150,10 @@ class StdioTransport:
         code = popen.poll()
         how = "closed its output" if code is None else \
             f"exited (signal {-code})" if code < 0 else f"exited (code {code})"
-        on_close(": ".join(filter(None, [f"the server {how}", "\n".join(list(self.log)[-4:])])))
-        if has_group(popen):
+        if has_group(popen):             # before somebody hears of it and starts another
             kill_tree(popen)
+        said = "\n".join(self.log).rpartition(ANEW)[2].strip().split("\n")[-4:]
+        on_close(": ".join(filter(None, [f"the server {how}", "\n".join(said)])))
 
     def close(self) -> None:
         """Stop the server and its children: close stdin, then TERM, then KILL."""
@@ -5158,7 +5191,14 @@ class HttpTransport:
             Job("mcp-http", self._exchange, message, cancel)
         elif self.version or message.get("method") != "notifications/cancelled":
             # In the modern protocol a request is cancelled by letting go of it.
-            self._receive("POST", message, {}, cancel, 10)
+            self._send_briefly("POST", message)
+
+    def _send_briefly(self, method, message):
+        """Send what needs no answer; a server that drips one holds nobody up."""
+        flight = Cancel()
+        with contextlib.suppress(TimeoutError):
+            Job("mcp-http", self._receive, method, message, {}, flight).wait(None, NOTICE_WAIT_S)
+        flight.set()
 
     def recover(self, error: PaiError, cancel: Cancel | None) -> bool:
         """Return whether to send again: after initialize if `version` is "", with a new token."""
@@ -5213,9 +5253,10 @@ class HttpTransport:
         if kind == "application/json" and "method" in message:
             found = parse_message(reply.read().decode("utf-8", "replace"))
             return found if isinstance(found, dict) else None
-        if kind != "text/event-stream" and method == "GET":
-            raise McpError("there is no stream")
-        for _, data in reply.events(marks) if kind == "text/event-stream" else ():
+        is_stream = kind == "text/event-stream"
+        if not is_stream and (method == "GET" or "method" in message and "id" in message):
+            raise McpError(f"it answers with {kind}, not as an MCP server: is the URL right?")
+        for _, data in reply.events(marks) if is_stream else ():
             found = parse_message(data)
             if isinstance(found, dict) and "method" not in found and str(
                     found.get("id")) == str(message.get("id", "")):
@@ -5256,9 +5297,9 @@ class HttpTransport:
         """End the session, if the server is there to hear it."""
         self._closing.set("closed")
         if self._session:
-            with contextlib.suppress(PaiError), self.http.open(
-                    "DELETE", self.url, None, self._headers({}), None, 2):
-                self._session = ""
+            with contextlib.suppress(PaiError):
+                self._send_briefly("DELETE", {})
+            self._session = ""
 
 
 def header_value(value) -> str:
@@ -5327,7 +5368,8 @@ CLIENT_AUTH = ("client_secret_basic", "client_secret_post", "none")      # the f
 def parse_challenge(www_authenticate: str | None) -> dict:
     """Return a header's Bearer part: 'Bearer scope="a b", error=x' -> {"scope": "a b", ...}."""
     bearer = re.sub("(?is)^.*?bearer ", "", www_authenticate or "", count=1)
-    pairs = re.findall(r'([\w-]+)\s*=\s*(?:"([^"]*)"|([^\s,"]+))', bearer)
+    # (?<!...): or a header of 60,000 letters takes a minute, each of them tried as a beginning.
+    pairs = re.findall(r'(?<![\w-])([\w-]+)\s*=\s*(?:"([^"]*)"|([^\s,"]+))', bearer)
     return {name.lower(): quoted or plain for name, quoted, plain in pairs}
 
 
@@ -5574,6 +5616,8 @@ MODERN = "2026-07-28"
 LEGACY = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")
 PROBE_TIMEOUT_S = 10                     # old servers may keep silent when asked for what is new
 MAX_PAGES = 100
+MAX_TOOLS = 1000                         # of one server, and characters of one tool: a model reads
+MAX_TOOL_CHARS = 60000                   # them all with each request
 MAX_INPUT_ROUNDS = 10
 HEADER_MISMATCH = -32020                 # an error code of the modern protocol
 
@@ -5624,10 +5668,10 @@ class McpClient:
         for _ in range(2):               # some refuse a version and list it
             try:
                 found = self._request("server/discover", {}, cancel, timeout_s)
-                supported = found.get("supportedVersions") or ()      # some answer anything
+                supported = _get(found, "supportedVersions", list) or ()     # some answer anything
                 if MODERN in supported:
                     self.peer.on_request = None           # a response may not be sent
-                    self.capabilities = found.get("capabilities") or {}
+                    self.capabilities = _get(found, "capabilities", dict) or {}
                     return True
             except (McpError, HttpError) as e:
                 if getattr(e, "status", 404) in (0, 401, 403):
@@ -5643,7 +5687,8 @@ class McpClient:
         found = self._send("initialize", {
             "protocolVersion": self.version, "clientInfo": self._info,
             "capabilities": self._abilities}, cancel, self.start_timeout_s)
-        version, self.capabilities = found.get("protocolVersion"), found.get("capabilities") or {}
+        version = found.get("protocolVersion")
+        self.capabilities = _get(found, "capabilities", dict) or {}
         if version not in LEGACY:
             raise McpError(f"the server speaks version {version!r}, which is not known here")
         self.version = self.transport.version = version
@@ -5675,7 +5720,8 @@ class McpClient:
                     raise
                 if self._is_http and not self.transport.version and self.version in LEGACY \
                         and method != "initialize":
-                    self._initialize(cancel)
+                    self._initialize(cancel)              # once, then it is given up
+                    return self.peer.request(method, params, timeout_s, cancel)
 
     def _request(self, method, params, cancel=None, timeout_s=0):
         """-> the complete result; what the server wants to know for it is answered on the way."""
@@ -5688,10 +5734,11 @@ class McpClient:
             if kind != "input_required":
                 raise McpError(f"a result of type {kind!r} is not known here")
             answers = {k: v for k, v in result.items() if k == "requestState"}
-            if result.get("inputRequests"):
+            questions = _get(result, "inputRequests", dict)
+            if questions:
                 answers["inputResponses"] = {
-                    key: self._serve(asked["method"], asked.get("params") or {})
-                    for key, asked in result["inputRequests"].items()}
+                    key: self._serve(_get(asked, "method", str), _get(asked, "params", dict) or {})
+                    for key, asked in questions.items()}
         raise McpError(f"the server asked back {MAX_INPUT_ROUNDS} times")
 
     def _list(self, kind, key, cancel=None):
@@ -5701,27 +5748,34 @@ class McpClient:
             return []
         while len(cursors) < MAX_PAGES:
             page = self._request(kind, params, cancel)
-            items += [item for item in page.get(key) or () if isinstance(item, dict)]
+            items += [item for item in _get(page, key, list) or () if isinstance(item, dict)]
             ttl_ms = _get(page, "ttlMs", int) or 0
             self.fresh_s = min(self.fresh_s, ttl_ms / 1000 if ttl_ms > 0 else math.inf)
             cursor = _get(page, "nextCursor", str)        # "" is one, too
-            if cursor is None or cursor in cursors:
+            if cursor is None:
+                return items
+            if cursor in cursors:
                 break
             cursors.add(cursor)
             params = {"cursor": cursor}
+        self.transport.log.append(f"{kind}: the list has no end, so the rest is left out")
         return items
 
     def list_tools(self, cancel: Cancel | None = None) -> list[dict]:
         """Return the server's tools as it describes them; the unusable are left out, and logged."""
-        tools, paths = {}, {}
-        for found in self._list("tools/list", "tools", cancel):
-            name = str(found.get("name"))
+        tools, paths, all_found = {}, {}, self._list("tools/list", "tools", cancel)
+        if len(all_found) > MAX_TOOLS:
+            self.transport.log.append(f"{len(all_found)} tools: the first {MAX_TOOLS} are used")
+        for found in all_found[:MAX_TOOLS]:
+            name = _get(found, "name", str)
             try:
+                if not name or len(json.dumps(found)) > MAX_TOOL_CHARS:
+                    raise ValueError("it is too long" if name else "it has no name")
                 if self._is_http:        # pipes have no headers
                     paths[name] = header_params(found.get("inputSchema"))
                 tools.setdefault(name, found)
             except (ValueError, RecursionError) as e:
-                self.transport.log.append(f"tool {name} is left out: {e}")
+                self.transport.log.append(f"the tool {_shown(found)} is left out: {e}")
         if self._is_http:
             self.transport.param_paths = paths
         return list(tools.values())
@@ -5746,7 +5800,7 @@ class McpClient:
 
     def read_resource(self, uri: str, cancel: Cancel | None = None) -> list[dict]:
         """Return the contents of a resource: [{"uri", "mimeType", "text" or "blob"}]."""
-        return self._request("resources/read", {"uri": uri}, cancel).get("contents") or []
+        return _get(self._request("resources/read", {"uri": uri}, cancel), "contents", list) or []
 
     def list_prompts(self, cancel: Cancel | None = None) -> list[dict]:
         """Return the prompts: {"name", "description", "arguments": [{"name", "required"}]}."""
@@ -5754,8 +5808,8 @@ class McpClient:
 
     def get_prompt(self, name: str, arguments: dict, cancel: Cancel | None = None) -> list[dict]:
         """Return a prompt's messages: [{"role", "content": {"type": "text", "text"}}]."""
-        params = {"name": name, "arguments": arguments}
-        return self._request("prompts/get", params, cancel).get("messages") or []
+        found = self._request("prompts/get", {"name": name, "arguments": arguments}, cancel)
+        return [m for m in _get(found, "messages", list) or () if isinstance(m, dict)]
 
     def close(self) -> None:
         """End the connection, and the process behind it."""
@@ -5784,31 +5838,34 @@ def clean_schema(schema) -> dict:
 
     A choice (anyOf, oneOf) is put into words, unless it is only "or null"; $ref stays if local.
     """
-    cleaned = _cleaned(schema if isinstance(schema, dict) else {})
+    cleaned = _cleaned(schema if isinstance(schema, dict) else {}, 0)
     properties = cleaned.get("properties")
     return {**cleaned, "type": "object",
             "properties": properties if isinstance(properties, dict) else {}}
 
 
-def _cleaned(schema):
+def _cleaned(schema, depth):
+    depth += 1
     if isinstance(schema, list):
-        return [_cleaned(s) for s in schema]
+        return [_cleaned(s, depth) for s in schema]
     if not isinstance(schema, dict):
         return schema
+    if depth > MAX_DEPTH:
+        return {}                        # anything
     cleaned = {}
     for key, value in schema.items():
         if key in ("properties", "$defs", "definitions") and isinstance(value, dict):
-            cleaned[key] = {name: _cleaned(inner) for name, inner in value.items()}
+            cleaned[key] = {name: _cleaned(inner, depth) for name, inner in value.items()}
         elif key in ("enum", "const", "default", "examples", "required"):
             cleaned[key] = value
         elif key in ("anyOf", "oneOf") and isinstance(value, list):
-            choices = [_cleaned(s) for s in value if s != {"type": "null"}]
+            choices = [_cleaned(s, depth) for s in value if s != {"type": "null"}]
             only = choices[0] if len(choices) == 1 and isinstance(choices[0], dict) else {}
             words = "" if only else f"One of: {json.dumps(choices, ensure_ascii=False)}"
             both = [schema.get("description") or only.get("description") or "", words]
             cleaned.update({**only, "description": " ".join(filter(None, both))})
         elif key not in ("$schema", "$id") and (key != "$ref" or str(value).startswith("#")):
-            cleaned.setdefault(key, _cleaned(value))
+            cleaned.setdefault(key, _cleaned(value, depth))
     if isinstance(cleaned.get("description"), str):
         cleaned["description"] = clip(cleaned["description"], 1000)
     return cleaned
@@ -5823,10 +5880,10 @@ def content_text(blocks: list, save: Callable[[bytes, str], str]) -> str:
     for block in blocks:
         inner = _get(block, "resource", dict) or block
         data, text = _get(inner, "data", str) or _get(inner, "blob", str), _get(inner, "text", str)
-        if data:
-            raw = base64.b64decode(data + "==")           # too much padding does no harm
+        with contextlib.suppress(ValueError):             # that is no base64
+            raw = base64.b64decode((data or "") + "==")   # too much padding does no harm
             mime = _get(inner, "mimeType", str) or "data"
-            text = f"[{mime}, {len(raw) // 1024} KB: {save(raw, mime)}]"
+            text = f"[{mime}, {len(raw) // 1024} KB: {save(raw, mime)}]" if data else text
         lines.append(text or f"[{_shown(block)}]")        # a link, or what nobody knows
     return "\n".join(lines)
 
@@ -5844,25 +5901,31 @@ def result_text(result: dict, save: Callable[[bytes, str], str]) -> str:
     return text
 
 
+def quotation(text: str) -> str:
+    """Return a server's text as a part of a question: indented, so it can't pass for another."""
+    return visible(clip(text, 4000)).replace("\n", "\n    ")
+
+
 def elicit(ask: Callable[[str], str | None], params: dict) -> dict:
     """Ask the person what a server wants to know; return an ElicitResult.
 
     Enter takes a field's default; nobody there, or no, declines.
     """
-    said, schema = str(params.get("message") or ""), params.get("requestedSchema") or {}
+    said, schema = str(params.get("message") or ""), _get(params, "requestedSchema", dict)
     if params.get("mode") == "url":
         said += f"\nOpen {params.get('url')} in a browser"
-    fields, content = schema.get("properties") or {}, {}
-    answer = ask(f"❓ {visible(said)}\nYes, and tell it {', '.join(fields) or 'so'}? [y/N] ")
+    fields, content = _get(schema, "properties", dict) or {}, {}
+    names = one_line(", ".join(fields), 1000) or "so"
+    answer = ask(f"❓ {quotation(said)}\nYes, and tell it {names}? [y/N] ")
     if (answer or "").strip().lower() not in ("y", "yes"):
         return {"action": "decline"}
     for name, field in fields.items():
         while name not in content:
-            answer = ask(f"{visible(name)} {_shown(field)}: ")
+            answer = ask(f"{one_line(name)} {_shown(field)}: ")
             if answer is None:
                 return {"action": "cancel"}
-            value = answer.strip() or field.get("default")
-            if value is None and name not in (schema.get("required") or ()):
+            value = answer.strip() or _get(field, "default", object)
+            if value is None and name not in (_get(schema, "required", list) or ()):
                 break
             with contextlib.suppress(ToolError):          # it does not fit: asked again
                 content[name] = check_value(field, value, name)
@@ -5890,11 +5953,12 @@ def read_servers(source: bytes, variables: dict, is_own: bool) -> dict[str, dict
     try:
         entries = json.loads(source)["mcpServers"].items()
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-        raise ConfigError(f'it should be {{"mcpServers": {{NAME: {{...}}}}}}: {e!r}') from None
+        said = one_line(str(e))
+        raise ConfigError(f'it should be {{"mcpServers": {{NAME: {{...}}}}}}: {said}') from None
     for name, entry in entries:
         try:
             servers[name] = _checked_server(name, entry, variables)
-        except ToolError as e:
+        except (ToolError, RecursionError) as e:
             servers[name] = {"error": str(e)}
         if not is_own:
             servers[name].pop("autoApprove", None)
@@ -5912,12 +5976,17 @@ def _checked_server(name, entry, variables):
         entry[key] = map_strings(value, functools.partial(
             re.sub, r"\$\{(\w+)(?:(:-)([^}]*))?\}", fill))
     for key in ("timeout", "startTimeout"):               # in ms, as Claude Code has them, or s
+        if not 0 < entry.get(key, 1) < 1e9:
+            raise ToolError(f"{name}.{key} should be a number above 0")
         if entry.get(key, 0) >= 1000:
             entry[key] /= 1000
+    for key in ("env", "headers"):
+        for variable, value in entry.get(key, {}).items():
+            check_value(_TEXT, value, f"{name}.{key}.{variable}")
     if bool(entry.get("command")) == bool(entry.get("url")):
         raise ToolError(f"{name} needs either a command or a url")
     for header, value in entry.get("headers", {}).items():
-        if not re.fullmatch(r"[\w-]+", header) or re.search(r"[\r\n\0]", str(value)):
+        if not re.fullmatch(r"[\w-]+", header) or re.search(r"[\r\n\0]", value):
             raise ToolError(f"{name}.headers.{header} can't be a header")
     return entry
 
@@ -5935,13 +6004,17 @@ class McpServer:
         self.error, self.tools, self.since = entry.get("error", ""), [], 0.0
         self._stale_at = math.inf        # when its tools must be asked for anew; -1: now
         self._n_deaths = 0
+        self._starting = Cancel()        # of a start in the background
         self._lock = threading.RLock()   # one starts or stops it at a time
         if client:
             client.on_notification = self._on_notification
 
     def start(self, cancel: Cancel | None = None) -> None:
-        """Start it and learn its tools; `state` is ready then, or error."""
+        """Start it and learn its tools; `state` is ready then, or error.  Raises Cancelled."""
         with self._lock:
+            if self.state == "closed":
+                return
+            cancel = cancel or self._starting
             self.state, self.since = "starting", time.monotonic()
             try:
                 if not self.client:
@@ -5949,12 +6022,26 @@ class McpServer:
                 self.client.connect(cancel)
                 self.tools = self._list_tools(cancel)
                 self.state, self.error = "ready", ""
+            except Cancelled:
+                self.stop("waiting")     # the next turn starts it
+                raise
             except PaiError as e:
-                self.stop("error", str(e))
+                is_background = cancel is self._starting      # nobody looks at `state` then
+                self.stop("error", self._explained(e))
+                if is_background:
+                    self._on_event({"type": "notice", "text": f"🔌 {self.name}: {self.error}"})
+
+    def _explained(self, error):
+        """-> its text; if the server kept silent, perhaps it said why on its stderr."""
+        is_silent = getattr(error, "code", "") == "silent"
+        log = list(self.client.transport.log)[-4:] if is_silent else []
+        return "\n".join([str(error), *log])
 
     def stop(self, state: str = "disabled", error: str = "") -> None:
-        """Stop it; its tools are gone."""
+        """Stop it, also while it starts; its tools are gone.  Once "closed", it stays so."""
+        self._starting.set("it was stopped")              # start() lets go of the lock then
         with self._lock:
+            self._starting = Cancel()
             if self.client:
                 self.client.close()
             self.state, self.error, self.tools = state, error, []
@@ -5978,13 +6065,15 @@ class McpServer:
         if method == "notifications/tools/list_changed":
             self._stale_at = -1
         elif method == "notifications/progress":
-            text = f"🔌 {self.name}: {params.get('progress')} {params.get('message') or ''}"
-            self._on_event({"type": "wait", "text": text})
+            said = one_line(f"{params.get('progress')} {params.get('message') or ''}")
+            self._on_event({"type": "wait", "text": f"🔌 {self.name}: {said}"})
 
     def refresh(self, cancel: Cancel) -> None:
         """Ask for the tools again if they have changed."""
+        if self.state != "ready" or self._stale_at > time.monotonic():
+            return                       # before the lock: one that starts holds it for long
         with contextlib.suppress(PaiError), self._lock:
-            if self.state == "ready" and self._stale_at < time.monotonic():
+            if self.state == "ready":
                 self.tools = self._list_tools(cancel)
 
     def _list_tools(self, cancel):
@@ -5992,10 +6081,9 @@ class McpServer:
         found = self.client.list_tools(cancel)
         self._stale_at = min(self._stale_at, time.monotonic() + self.client.fresh_s)
         for t in found:
-            with contextlib.suppress(RecursionError):     # of a schema that nobody could read
-                text = t.get("description") or t.get("title") or ""
-                tools[t["name"]] = Tool("", clip(str(text), 4000), clean_schema(
-                    t.get("inputSchema")), functools.partial(self._call, t["name"]))
+            text = t.get("description") or t.get("title") or ""
+            tools[t["name"]] = Tool("", clip(str(text), 4000), clean_schema(
+                t.get("inputSchema")), functools.partial(self._call, t["name"]))
         if "resources" in self.client.capabilities:
             tools = {**{t.name: t for t in tools_in(self)}, **tools}
         approved = self.entry.get("autoApprove", ())
@@ -6024,7 +6112,7 @@ class McpServer:
             popen = getattr(self.client.transport, "popen", None)
             parts += [f"{len(self.tools)} tools", f"{time.monotonic() - self.since:.0f} s",
                       popen and f"PID {popen.pid}", self.client.version, self.client.peer.closed]
-        return " | ".join(filter(None, [*parts, self.error]))
+        return " | ".join(filter(None, [*parts, self.error])).replace("\n", "\n    ")
 
 
 class McpServers:
@@ -6038,7 +6126,8 @@ class McpServers:
         """Start those that were not yet started, in the background, at most 8 at a time."""
         def start(server):
             with self._slots:
-                server.start()
+                if server.state == "starting":            # not stopped in the meantime
+                    server.start()
         for server in self.servers.values():
             if server.state == "waiting":
                 server.state = "starting"
@@ -6050,7 +6139,7 @@ class McpServers:
         latest, jobs, self._jobs = time.monotonic() + timeout_s, self._jobs, []
         for job in jobs:
             with contextlib.suppress(TimeoutError):
-                job.wait(cancel, max(0, latest - time.monotonic()))
+                job.error(cancel, max(0, latest - time.monotonic()))
         for server in self.servers.values():
             server.refresh(cancel)
         return [t for server in self.servers.values() for t in server.tools]
@@ -6084,8 +6173,11 @@ class McpServers:
         return "\n".join(client.transport.log if client else ())
 
     def close(self) -> None:
-        """Stop all of them, side by side."""
-        run_parallel("mcp-stop", [s.stop for s in self.servers.values()])
+        """Stop all of them for good, side by side; what hangs is left behind."""
+        jobs = [Job("mcp-stop", s.stop, "closed") for s in self.servers.values()]
+        for job in jobs:
+            with contextlib.suppress(TimeoutError):
+                job.error(timeout_s=4 * GRACE_S)
 
 
 # =============================================================================
@@ -6339,9 +6431,11 @@ def list_offers(servers: McpServers, name: str, method: str, cancel: Cancel) -> 
     """Return a line for each resource or prompt: how to name it in a message, and what it is."""
     lines = []
     for r in getattr(servers.find(name).ready(cancel), method)(cancel):
+        wanted = [f"{_get(a, 'name', str)}=..." for a in _get(r, "arguments", list) or ()]
         what = r.get("uri") or r.get("uriTemplate") or "?".join(filter(None, (
-            r.get("name"), "&".join(f"{a['name']}=..." for a in r.get("arguments") or ()))))
-        lines.append(f"  @{name}:{what}  {one_line(r.get('description') or '', 80)}")
+            str(r.get("name")), "&".join(wanted))))
+        about = one_line(str(r.get("description") or ""), 80)
+        lines.append(f"  @{name}:{one_line(str(what))}  {about}")
     return "\n".join(lines) or "There are none."
 
 
@@ -6356,6 +6450,8 @@ def log_out(app, name: str) -> str:
 
 def log_in(app, page: str, cancel: Cancel) -> dict:
     """Lead the person, if they want to, to a page; return what the browser comes back with."""
+    if cancel is not app.cancel:         # of a start in the background, where nobody is asked
+        raise PaiError("it needs a login: /mcp login NAME")
     answer = app.ask(f"🔑 An MCP server wants you to log in at "
                      f"{urllib.parse.urlsplit(page).netloc}. Open that page? [y/N] ", cancel)
     if (answer or "").strip().lower() not in ("y", "yes"):
@@ -6432,10 +6528,11 @@ def with_resources(servers: McpServers, text: str, cancel: Cancel) -> str:
 def sample(app, server: str, params: dict) -> dict:
     """Have the current model answer what a server asks, if the person agrees."""
     save, messages = functools.partial(save_content, app.config.home), []
-    for m in params.get("messages") or ():
-        blocks = m["content"] if isinstance(m.get("content"), list) else [m.get("content")]
-        messages.append({"role": m.get("role"), "content": content_text(blocks, save)})
-    shown = "\n    ".join(visible(m["content"]) for m in messages)
+    for m in _get(params, "messages", list) or ():
+        content = _get(m, "content", object)
+        blocks = content if isinstance(content, list) else [content]
+        messages.append({"role": _get(m, "role", str), "content": content_text(blocks, save)})
+    shown = quotation("\n".join(m["content"] for m in messages))
     answer = app.ask(f"❓ The MCP server {server} asks your model:\n    {shown}\nMay it? [y/N] ",
                      app.cancel)
     if (answer or "").strip().lower() not in ("y", "yes"):
@@ -6862,7 +6959,8 @@ class App:
             return ask(question, cancel)
         answer = queue.SimpleQueue()
         with cancel.on_set(lambda: answer.put(None)):
-            self.events.put({"type": "question", "text": question, "answer": answer})
+            self.events.put({"type": "question", "text": question, "answer": answer,
+                             "cancel": cancel})
             said = answer.get()
         cancel.check()
         return said
@@ -7013,7 +7111,8 @@ def draw_until_end(app: App, screen: Screen, cancel: Cancel) -> None:
             return
         if event["type"] == "question":
             screen.settle()
-            event["answer"].put(ask(event["text"], cancel))
+            is_late = event["cancel"].is_set() or cancel.is_set()
+            event["answer"].put(None if is_late else ask(event["text"], cancel))
         else:
             screen.handle(event)
 

@@ -53,7 +53,7 @@ import paicli
 
 HERE = pathlib.Path(__file__).resolve().parent
 PATH = HERE / "paicli.py"
-MAX_LINES = 7150                         # meant to stay under 4500: code search and MCP did not fit
+MAX_LINES = 7600                         # meant to stay under 4500: see the README, Limits
 POSIX = os.name == "posix"
 
 
@@ -588,6 +588,9 @@ class TestBasics(Case):
         self.assertEqual("a b", paicli.one_line("a\n  b\n"))
         self.assertEqual("abc…", paicli.one_line("abcdefg", 4))
         self.assertEqual("\\x1b[2Jx", paicli.one_line("\x1b[2Jx"))
+        began = time.process_time()
+        self.assertEqual(200, len(paicli.one_line("<title>" * 9000)))         # of a hostile server
+        self.assertLess(time.process_time() - began, 2)
 
     def test_clip_keeps_head_and_tail_and_says_what_is_gone(self):
         self.assertEqual("abc", paicli.clip("abc", 3))
@@ -2750,7 +2753,7 @@ class Wire:
     """A transport without a server: keeps what is sent; `answer` may react to it."""
 
     def __init__(self, answer=lambda wire, message: None):
-        self.sent, self.flights, self.answer = [], [], answer
+        self.sent, self.flights, self.answer, self.log = [], [], answer, collections.deque()
 
     def start(self, on_message, on_close):
         self.on_message, self.on_close = on_message, on_close
@@ -2759,6 +2762,9 @@ class Wire:
         self.sent.append(message)
         self.flights.append(cancel)
         self.answer(self, message)
+
+    def recover(self, error, cancel):
+        return False
 
     def close(self):
         self.is_closed = True
@@ -2852,6 +2858,23 @@ class TestJsonRpc(Case):
         self.assertEqual(9, self.wire.sent[-1]["id"])
         self.raises(paicli.McpError, "no method 'x'", paicli.refuse_request, "x", {})
 
+    def test_nonsense_and_floods_of_requests_harm_nobody(self):
+        peer, heard, free = self.peer(), [], threading.Event()
+        peer.on_notification = lambda method, params: heard.append(params.get("a"))
+        peer.on_request = lambda method, params: free.wait(30) and params
+        for m in ({"method": 5}, {"method": [1], "id": 1}, {"method": None, "id": {}}, {"method": "n", "params": [1]}, {"method": "n", "params": "x"}):
+            self.wire.on_message({"jsonrpc": "2.0", **m})
+        self.assertEqual([None, None], heard)
+        for n in range(50):              # a person is asked at most so much at once
+            self.wire.on_message({"jsonrpc": "2.0", "id": [n], "method": "elicitation/create", "params": 5})
+        module = sys.modules[paicli.Peer.__module__]
+        self.assertEqual(50 - module.MAX_SERVED, len(self.wire.sent))
+        self.assertEqual({"too many requests at once"}, {m["error"]["message"] for m in self.wire.sent})
+        with smaller(paicli.Peer, "MAX_RENEWALS", 0):     # nor does a server that asks for ever hold up a turn
+            self.raises(paicli.McpError, "no answer to m", peer.request, "m", {}, 0.01)
+        free.set()
+        self.assertTrue(wait_for(lambda: len([m for m in self.wire.sent if "result" in m]) == module.MAX_SERVED))
+
     def test_when_it_closes_nobody_waits_on(self):
         peer = self.peer(lambda wire, m: m["method"] == "die" and wire.on_close("exited (signal 9)"))
         self.assertEqual("closed", self.raises(paicli.McpError, "signal 9", peer.request, "die").code)
@@ -2904,12 +2927,22 @@ out.write(b'{"long": "' + b'x' * (1 << 20) + b'"}\n{"cut": ')
         self.assertLess(len(json.dumps(found)), 2000)
         self.assertEqual([None, None, 5], [paicli.parse_message(text) for text in ("hi", '{"a": ', "5")])
 
+    def test_hostile_text_takes_no_time(self):
+        began = time.process_time()
+        for text in ("{" + '\\"' * 200000, '{"' + "x" * 2000000, '{"\\' + "[" * 30000, "{" + '"' * 200001):
+            self.assertIsNone(paicli.parse_message(text))
+        self.assertLess(time.process_time() - began, 2)
+
     def test_stderr_is_drained_and_its_end_is_kept(self):
         wire = self.stdio('''
 sys.stderr.write("x" * 255 + "\\n" + "line\\n" * 50000 + "Error: missing API key\\n")
 sys.exit(3)''')
         self.assertRegex(self.ends.get(timeout=30), r"^the server exited \(code 3\): line\n(.|\n)*Error: missing API key$")
         self.assertEqual(paicli.LOG_LINES, len(wire.log))
+        wire = self.stdio("sys.exit('Error: no key')")
+        for _ in range(2):               # what the process before it wrote is not its reason
+            self.assertEqual("the server exited (code 1): Error: no key", self.ends.get(timeout=30))
+            self.start(wire)
 
     def test_an_endless_line_and_a_killed_server_end_it(self):
         with smaller(paicli.StdioTransport, "MAX_MESSAGE_BYTES", 1000):
@@ -2938,6 +2971,10 @@ subprocess.Popen(["sleep", "{mark}"]); out.write(b"{{}}\\n"); out.flush(); signa
         wire.close()
         self.assertTrue(wait_for(lambda: wire.popen.poll() == -9 and not sleepers(mark)))
 
+    def test_a_batch_file_gets_its_arguments_as_they_are(self):
+        self.assertEqual(r'cmd.exe /e:ON /v:OFF /d /c ""C:\a b\npx.cmd" "x?a=1&b=2" "%%cd:~,%PATH%%cd:~,%" "say ""hi""" "d\\""',
+                         paicli.batch_line(["C:\\a b\\npx.cmd", "x?a=1&b=2", "%PATH%", 'say "hi"', "d\\"]))
+
     def http_to(self, *script, auth=None, headers=None):
         self.fake = self.server(*script)
         return self.start(paicli.HttpTransport(self.http(), self.fake.url + "/mcp", headers, auth))
@@ -2964,6 +3001,21 @@ subprocess.Popen(["sleep", "{mark}"]); out.write(b"{{}}\\n"); out.flush(); signa
         headers = self.fake.requests[0]["headers"]
         self.assertEqual(("k", "application/json, text/event-stream", None),
                          (headers["X-Key"], headers["Accept"], headers["MCP-Protocol-Version"]))
+
+    def test_a_web_page_is_no_answer(self):
+        wire = self.http_to((200, {"Content-Type": "text/html"}, b"<title>Log in</title>"))
+        self.assertRegex(str(self.ask(wire)["error"]), "answers with text/html, not as an MCP server")
+
+    def test_what_needs_no_answer_is_not_waited_for(self):
+        first = (200, {"Content-Type": "application/json", "Mcp-Session-Id": "s1"}, b'{"id": 1, "result": {}}')
+        wire = self.http_to(first, streams_then_waits(), streams_then_waits())
+        self.ask(wire, "initialize")
+        wire.version, began = "2025-11-25", time.monotonic()
+        with smaller(paicli.HttpTransport, "NOTICE_WAIT_S", 0.1):
+            wire.send({"jsonrpc": "2.0", "method": "notifications/cancelled"}, paicli.Cancel())
+            wire.close()
+        self.assertLess(time.monotonic() - began, 5)
+        self.assertEqual(["POST", "POST", "DELETE"], [r["method"] for r in self.fake.requests])
 
     def test_an_older_session_is_kept_lost_and_ended(self):
         wire = self.http_to((200, {"Content-Type": "application/json", "Mcp-Session-Id": "s1"}, b'{"id": 1, "result": {}}'),
@@ -2997,6 +3049,14 @@ subprocess.Popen(["sleep", "{mark}"]); out.write(b"{{}}\\n"); out.flush(); signa
         self.assertTrue(wait_for(lambda: {"method": "n"} in self.got))
         wire.close()
         job.wait(timeout_s=10)
+
+    def test_a_server_without_that_stream_is_asked_for_it_once(self):
+        class Auth:
+            def header(self, url):
+                return None              # and on_refusal, which is not there, is not called
+        for refusal in (refuses(405, "no"), refuses(404, "no"), refuses(400, "no"), refuses(401, "no"), refuses(200, {}), (200, {"Content-Type": "text/html"}, b"")):
+            self.http_to(refusal, auth=Auth()).listen()
+            self.assertEqual(["GET"], [r["method"] for r in self.fake.requests])
 
     def test_a_token_is_sent_and_made_better(self):
         class Auth:
@@ -3215,6 +3275,9 @@ class TestOauth(Case):
     def test_a_challenge_is_read_and_a_place_is_known(self):
         self.assertEqual({"scope": "a b", "error": "x"}, paicli.parse_challenge('Basic realm="y", Bearer scope="a b", error=x'))
         self.assertEqual([{}, {}], [paicli.parse_challenge(text) for text in ("", "Negotiate")])
+        began = time.process_time()
+        self.assertEqual({}, paicli.parse_challenge("Bearer " + "a" * 60000))
+        self.assertLess(time.process_time() - began, 1)
         self.assertEqual(["https://a.b/.well-known/x/c/d", "https://a.b:1/.well-known/y"],
                          [paicli.well_known("https://a.b/c/d", "x"), paicli.well_known("https://a.b:1/", "y")])
 
@@ -3319,6 +3382,9 @@ class TestOauth(Case):
         self.assertTrue(self.refused())
         self.assertEqual(["https://me.example/c.json"] * 2 + ["c1", "mine"], [asked["client_id"] for asked in self.asked])
         self.assertEqual((1, "mine"), (len(self.fake.sent("/registration")), self.fake.sent("/token")[-1]["client_id"]))
+        self.auth.logout(self.fake.url)
+        self.answer = {"code": None, "error": "invalid_client"}              # said by the page, and of all we are
+        self.no_login("takes no client of ours .gave no code|invalid_client")
 
     def test_a_program_without_a_person_uses_client_credentials(self):
         self.settings.update(clientId="me", clientSecret="s", grantType="client_credentials")
@@ -3457,6 +3523,22 @@ class TestMcp(Case):
         http = self.server(refuses(403, "no"))
         self.raises(paicli.HttpError, "403", paicli.McpClient(paicli.HttpTransport(self.http(), http.url)).connect)
 
+        http = self.server(*[streams_then_waits()] * 2)
+        client = paicli.McpClient(paicli.HttpTransport(self.http(), http.url), start_timeout_s=0.1)
+        self.raises(paicli.McpError, "no answer to initialize in 0.1 s", client.connect)
+
+        def forgets(handler):
+            """A server whose sessions are gone as soon as they have begun."""
+            if handler.headers["Mcp-Session-Id"]:
+                return handler.answer(*refuses(404, "gone"))
+            status, headers, body = refuses(200, fake_mcp("legacy", handler.body)[-1])
+            handler.answer(status, {**headers, "Mcp-Session-Id": "s"}, body)
+        http = self.server(*[forgets] * 20)
+        client = paicli.McpClient(paicli.HttpTransport(self.http(), http.url))
+        client.connect()
+        self.raises(paicli.HttpError, "404", client.list_tools)
+        self.assertEqual(2, [(r["body"] or {}).get("method") for r in http.requests].count("initialize"))
+
     def test_what_does_not_know_the_probe_is_initialized(self):
         with smaller(paicli.McpClient, "PROBE_TIMEOUT_S", 0.05):
             self.assertEqual(("2025-11-25", 1), (self.client("mute").version, self.n_starts()))
@@ -3469,6 +3551,68 @@ class TestMcp(Case):
         self.raises(paicli.McpError, "type 'task'", client.call_tool, "t", {})
         self.raises(paicli.McpError, "asked back 10 times", client.call_tool, "x", {})
         self.assertEqual([], client.list_prompts() + client.list_resources())
+
+    def test_answers_of_any_shape_end_in_a_server_that_is_ready_or_says_why(self):
+        def answer(wire, m):
+            era = "legacy" if "supportedVersions" not in odd else "dual"
+            result = (fake_mcp(era, m) or [{}])[-1].get("result") if m.get("id") else None
+            wire.result(m.get("id"), **{**(result or {}), **odd})
+        shapes = [{name: value} for name in ("supportedVersions", "capabilities", "tools", "contents", "messages", "inputRequests", "nextCursor", "ttlMs")
+                  for value in (5, "x", [5], {"a": 5}, None, True)]
+        shapes += [{"resultType": kind, "inputRequests": asked} for kind in ([], "input_required") for asked in (5, {"a": 5}, {"a": {"method": [], "params": 5}})]
+        shapes += [{"tools": [{"inputSchema": {}}, {"name": 5}, {"name": ""}, {"name": []}, {"name": "ok", "description": 5, "inputSchema": [[]]}]}]
+        for odd in shapes:
+            wire = Wire(answer)
+            client = paicli.McpClient(wire, timeout_s=1)
+            server = paicli.McpServer("s", {}, client, repr, lambda event: None)
+            server.start()
+            self.assertIn(server.state, ("ready", "error"), odd)
+            for use in (client.list_resources, lambda: client.read_resource("u"), client.list_prompts, lambda: client.get_prompt("p", {"who": "x"})):
+                with contextlib.suppress(paicli.McpError):
+                    self.assertIsInstance(use(), list)
+        self.assertEqual((["mcp__s__ok"], 4), ([t.name for t in server.tools if "resource" not in t.name], len(set(wire.log))))
+
+    def test_more_than_a_model_can_read_is_left_out(self):
+        tools = [{"name": f"t{n}"} for n in range(5000)]
+        tools[7]["inputSchema"] = {"properties": {f"p{n}": {} for n in range(20000)}}
+        client = paicli.McpClient(Wire(lambda wire, m: wire.result(m["id"], tools=tools)))
+        client._open()
+        found = client.list_tools()
+        self.assertEqual((999, "t8"), (len(found), found[7]["name"]))
+        self.assertRegex("\n".join(client.transport.log), r"^5000 tools: the first 1000 are used\nthe tool .*t7.* is left out: it is too long$")
+        client = paicli.McpClient(Wire(lambda wire, m: wire.result(m["id"], tools=[{"name": "t"}], nextCursor="same")))
+        client._open()
+        self.assertEqual([{"name": "t"}], client.list_tools())
+        self.assertEqual(["tools/list: the list has no end, so the rest is left out"], list(client.transport.log))
+
+    def test_a_start_can_be_interrupted_and_closed_is_for_ever(self):
+        server = self.manager({"s": self.entry("mute")}).find("s")
+        cancel, wire = paicli.Cancel(), server.client.transport
+        for interrupt, state in ((cancel.set, "waiting"), (server.stop, "disabled"), (lambda: server.stop("closed"), "closed")):
+            job = paicli.Job("test", server.start, None if cancel.is_set() else cancel)
+            self.assertTrue(wait_for(lambda: wire.popen and paicli.has_group(wire.popen)))
+            began = time.monotonic()
+            interrupt()
+            self.assertIsInstance(job.error(timeout_s=10), paicli.Cancelled)
+            self.assertLess(time.monotonic() - began, 5)
+            self.assertEqual((state, False), (server.state, paicli.has_group(wire.popen)))
+        server.start()                   # as one that waited for its turn would
+        self.assertFalse(paicli.has_group(wire.popen))
+        servers = self.manager({"s": self.entry("mute")})
+        cancel, began = paicli.Cancel(), time.monotonic()
+        self.assertEqual([], servers.tools(0.05, cancel) + servers.tools(0.05, cancel))     # nor do others wait for it
+        self.assertLess(time.monotonic() - began, 5)
+        servers.find("s").stop("waiting")
+        paicli.Job("test", lambda: wait_for(lambda: servers.find("s").client.peer) and servers.disable("s"))
+        self.assertEqual([], servers.tools(30, cancel))   # stopped by another is no reason to end a turn
+
+    def test_one_that_keeps_silent_shows_what_it_said_elsewhere(self):
+        wire = Wire()
+        wire.log.extend(["a", "Error: no key"])
+        server, events = paicli.McpServer("s", {}, paicli.McpClient(wire, start_timeout_s=0.01), repr, lambda event: events.append(event["text"])), []
+        server.start()
+        self.assertRegex(server.status(), r"no answer to initialize in 0.01 s\n    a\n    Error: no key$")
+        self.assertRegex(events[0], "^🔌 s: no answer to initialize")
 
     def manager(self, configs, events=None):
         def make(name, entry):
@@ -3494,7 +3638,8 @@ class TestMcp(Case):
                                            r"○ off +disabled \| stdio\n✗ bad .*the variable X is not set$")
         run = lambda name, **arguments: tools["mcp__a__" + name].run(arguments, paicli.Cancel())
         self.assertEqual("hi", run("echo", text="hi"))
-        self.assertEqual([{"type": "wait", "text": "🔌 a: 1 "}], events)
+        self.assertEqual([("notice", "🔌 bad: bad.command: th"), ("notice", "🔌 gone: /no/such could"), ("wait", "🔌 a: 1")],
+                         sorted((e["type"], e["text"][:22]) for e in events))
         self.raises(paicli.ToolError, "no such file", run, "fail")
         self.assertEqual(("memo://1  one", "memo of m:1"), (run("list_resources"), run("read_resource", uri="m:1")))
         self.assertIsNot(tools["mcp__a__echo"], servers.tools(0, paicli.Cancel())[2])       # list_changed came with echo
@@ -3523,6 +3668,11 @@ class TestMcp(Case):
                              ({"url": "http://x", "headers": {"A": "b\r\nc"}}, "s.headers.A can't be")):
             self.assertRegex(read({"s": entry, "t": {"command": "ok"}})["s"]["error"], "^" + error)
         self.assertEqual({"command": "x"}, read({"s": {"command": "x", "autoApprove": ["t"]}}, False)["s"])
+        for more, error in (({"timeout": -1}, "s.timeout should be a number"), ({"startTimeout": math.nan}, "s.startTimeout should"), ({"timeout": 1e300}, "s.timeout"),
+                            ({"env": {"PORT": 80}}, "s.env.PORT should be of type string, not 80"), ({"headers": {"A": [1]}}, "s.headers.A should be of type string")):
+            self.assertRegex(read({"s": {"command": "x", **more}})["s"]["error"], "^" + error)
+        deep = b'{"mcpServers": {"s": {"command": "x", "oauth": ' + b'{"a":' * 400 + b"1" + b"}" * 400 + b"}}}"
+        self.assertEqual(["s"], list(paicli.read_servers(deep, {}, True)))
         for text in (b"{", b"[]", b'{"mcpServers": []}'):
             self.raises(paicli.ConfigError, "it should be {\"mcpServers\"", paicli.read_servers, text, {}, True)
 
@@ -3543,6 +3693,10 @@ class TestMcp(Case):
             "anyOf": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "description": "d"},
             "b": {"oneOf": [{"type": "string"}, {"type": "integer"}]}, "c": {"$ref": "http://evil/x"}, "d": {"$ref": "#/$defs/N"},
             "e": {"enum": [{"$id": 1}], "description": "x" * 2000}}}
+        deep = {}
+        for _ in range(5000):
+            deep = {"properties": {"a": deep}, "type": "object"}
+        self.assertLess(len(json.dumps(paicli.clean_schema(deep))), 20000)
         before, cleaned = json.dumps(schema), paicli.clean_schema(schema)
         self.assertEqual(before, json.dumps(schema))
         p = cleaned["properties"]
@@ -3558,7 +3712,10 @@ class TestMcp(Case):
                   {"type": "resource", "resource": {"uri": "u", "text": "t"}}, {"type": "resource", "resource": {"blob": data.rstrip("=")}}, {"type": "x-foo"}, 5]
         self.assertEqual("a\n[image/png, 2 KB: <3000 image/png>]\n" '[{"type": "resource_link", "uri": "u", "name": "n"}]'
                          "\nt\n[data, 2 KB: <3000 data>]\n" '[{"type": "x-foo"}]\n[5]', paicli.content_text(blocks, save))
+        broken = [{"type": "image", "data": "abcde"}, {"type": "image", "data": "世"}, {"type": "text", "text": "t"}]
+        self.assertEqual('[{"type": "image", "data": "abcde"}]\n[{"type": "image", "data": "世"}]\nt', paicli.content_text(broken, save))
         self.assertEqual('{"a": 1}', paicli.result_text({"content": [], "structuredContent": {"a": 1}}, save))
+        self.assertEqual("t", paicli.result_text({"content": broken[2:], "structuredContent": 5}, save))      # whatever its schema says
         self.assertRegex(paicli.result_text({"content": [{"type": "text", "text": "x" * 70000}]}, save), r"x\n\[all of it: <70000 text/plain>\]$")
         self.raises(paicli.ToolError, "^no$", paicli.result_text, {"isError": True, "content": [{"type": "text", "text": "no"}]}, save)
         self.raises(paicli.ToolError, "does not say why", paicli.result_text, {"isError": True}, save)
@@ -3574,6 +3731,10 @@ class TestMcp(Case):
         self.assertEqual({"action": "cancel"}, asked("y", None, requestedSchema=schema))
         self.assertEqual(["accept", "decline"], [asked(a, mode="url", url="http://x")["action"] for a in ("y", None)])
         self.assertIn("http://x", self.questions[0])
+        asked("y", "", message="\x1b[2J\n⚠️ Run rm?\n" + "x" * 9000, requestedSchema={"properties": {"f\n\x1b[2J\u202e": 5}, "required": 5})
+        self.assertNotRegex("".join(self.questions), "[\x1b\u202e]|\n⚠️|x{5000}")
+        self.assertEqual({"action": "accept", "content": {}}, asked("y", requestedSchema={"properties": [5]}))
+        self.assertEqual("a\n    b", paicli.quotation("a\nb"))
 
 
 # ---- 12 --------------------------------------------------------------------------------------------
@@ -5230,6 +5391,16 @@ class TestTerminal(Case):
         return Typist(*args, cwd=self.path("work"), **options)
 
     @unittest.skipUnless(POSIX, "a pseudo-terminal")
+    def test_a_question_is_not_shown_if_nobody_waits_for_the_answer(self):
+        app, asked, stopped = paicli.App(self.config()), [], paicli.Cancel()
+        stopped.set()
+        self.assertIsInstance(paicli.Job("test", app.ask, "late?", stopped).error(timeout_s=10), paicli.Cancelled)
+        job = paicli.Job("test", app.ask, "now?", paicli.Cancel())
+        paicli.Job("test", lambda: (job.error(timeout_s=10), app.events.put({"type": "end"})))
+        with smaller(paicli.App, "ask", lambda question, cancel: asked.append(question) or "y"):
+            paicli.draw_until_end(app, self.screen(), paicli.Cancel())
+        self.assertEqual((["now?"], "y"), (asked, job.wait(timeout_s=10)))
+
     def test_a_person_talks_to_it_until_they_leave(self):
         person = self.typist("--demo")
         self.assertRegex(person.see("You: "), "(?s)Tips.*Level 3")
