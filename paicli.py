@@ -4715,7 +4715,8 @@ class StdioTransport:
         code = popen.poll()
         how = "closed its output" if code is None else \
             f"exited (signal {-code})" if code < 0 else f"exited (code {code})"
-        on_close(": ".join(filter(None, [f"the server {how}", "\n".join(list(self.log)[-4:])])))
+        last = "\n".join(dict.fromkeys(list(self.log)[-4:]))            # it may have died before
+        on_close(": ".join(filter(None, [f"the server {how}", last])))
         if has_group(popen):
             kill_tree(popen)
 
@@ -5016,6 +5017,8 @@ class OAuth:
             record = {**record, "token": {}}              # to refresh it gives no more rights
         asked = {"resource": resource["resource"], **({"scope": scope} if scope else {})}
         for client, fields in self._ways(issuer, record, settings, scope, cancel):
+            if not (fields or cancel):
+                raise PaiError(f"it needs a login: /mcp login {settings.get('name', 'NAME')}")
             try:
                 if "client_id" not in client:
                     client = {**client, **self._http.json(
@@ -5023,7 +5026,9 @@ class OAuth:
                 fields = fields or self._ask(issuer, client, asked, cancel)
                 token = self._token(issuer, client, {**asked, **fields}, cancel)
             except PaiError as e:
-                if "_client" not in str(e) and not 400 <= getattr(e, "status", 0) < 500:
+                if "_client" in str(e):                   # the issuer has forgotten ours
+                    record.pop("client", None)
+                elif not 400 <= getattr(e, "status", 0) < 500:
                     raise
                 why = e
             else:
@@ -5087,8 +5092,6 @@ class OAuth:
         import hashlib                                    # slow to import, so only where needed
         if "S256" not in issuer.get("code_challenge_methods_supported", []):
             raise PaiError(f"{issuer['issuer']} has no PKCE, so no login there is safe")
-        if not cancel:
-            raise PaiError("it needs a login: /mcp login NAME")
         state, verifier = os.urandom(16).hex(), os.urandom(32).hex()
         digest = hashlib.sha256(verifier.encode()).digest()
         back = {"redirect_uri": client["redirect_uris"][0]}
@@ -5206,6 +5209,11 @@ class McpClient:
             except McpError as e:        # was it too slow for the question, rather than too old?
                 if e.code in ("silent", "closed") or not self._discover(cancel):
                     raise
+            except HttpError as e:
+                if e.status not in (404, 405):
+                    raise
+                raise McpError(f"no MCP server at {self.transport.url} ({e}); if it is one of 2024 "
+                               "(HTTP+SSE), that is not spoken here") from None
         if self.version == MODERN and _get(self.capabilities.get("tools"), "listChanged", bool):
             wanted = {"notifications": {"toolsListChanged": True}}
             Job("mcp-listen", self._request, "subscriptions/listen", wanted, self._closing, None)
@@ -5312,6 +5320,8 @@ class McpClient:
         tools, paths = {}, {}
         for found in self._list("tools/list", "tools", cancel):
             name = str(found.get("name"))
+            if _get(found.get("execution"), "taskSupport", str) == "required":
+                continue                 # tasks are not spoken here
             try:
                 if self._is_http:        # pipes have no headers
                     paths[name] = header_params(found.get("inputSchema"))
@@ -5453,16 +5463,56 @@ def elicit(ask: Callable[[str], str | None], params: dict) -> dict:
     if (answer or "").strip().lower() not in ("y", "yes"):
         return {"action": "decline"}
     for name, field in fields.items():
+        is_required, why = name in (schema.get("required") or ()), ""
         while name not in content:
-            answer = ask(f"{visible(name)} {_shown(field)}: ")
+            answer = ask(why + _field_question(name, field, is_required))
             if answer is None:
                 return {"action": "cancel"}
-            value = answer.strip() or field.get("default")
-            if value is None and name not in (schema.get("required") or ()):
+            typed = answer.strip()
+            if not typed and not is_required and "default" not in field:
                 break
-            with contextlib.suppress(ToolError):          # it does not fit: asked again
+            try:
+                value = _typed(field, typed) if typed else field.get("default")
                 content[name] = check_value(field, value, name)
+            except ToolError as e:       # it does not fit: asked again
+                why = f"{visible(str(e))}\n"
     return {"action": "accept", "content": content}
+
+
+def _choices(field):
+    """-> {what a person reads: the value it means} of a field with a choice, {} of others."""
+    if field.get("type") == "boolean":
+        return {"yes": True, "no": False}
+    titled = field.get("oneOf") or field.get("anyOf") or []
+    values = field.get("enum") or [choice.get("const") for choice in titled]
+    titles = field.get("enumNames") or [choice.get("title") for choice in titled] or values
+    return dict(zip(map(str, titles), values))
+
+
+def _field_question(name, field, is_required):
+    """-> "color (which you like; one of red, green; Enter: red): "."""
+    choices = _choices(field.get("items") or field)
+    some = "some, with commas, of" if "items" in field else "one of"
+    default = field.get("default", "" if is_required else "nothing")
+    default = ", ".join(next((title for title, value in choices.items() if value == d), str(d))
+                        for d in (default if isinstance(default, list) else [default]))
+    parts = [field.get("description") or field.get("title") or field.get("type"),
+             choices and f"{some} {', '.join(choices)}", default and f"Enter: {default}"]
+    return visible(f"{name} ({'; '.join(filter(None, parts))}): ")
+
+
+def _typed(field, text):
+    """-> the value that a person's words mean for a field.  Raises ToolError if it is no choice."""
+    if field.get("type") == "array":
+        return [_typed(field.get("items") or {}, part.strip()) for part in text.split(",")]
+    choices = _choices(field)
+    for fits in (str.__eq__, str.startswith):
+        found = [v for title, v in choices.items() if fits(title.lower(), text.lower())]
+        if len(found) == 1:
+            return found[0]
+    if choices and text not in choices.values():
+        raise ToolError(f"{text!r} is none of {', '.join(choices)}")
+    return text
 
 
 # ---- configuration
@@ -5567,15 +5617,17 @@ class McpServer:
                 self._n_deaths = min(self._n_deaths + 1, 6)
                 self.start(cancel)
             if self.state != "ready":
-                raise McpError(f"the server {self.name} is not ready ({self.state}) {self.error}")
+                raise McpError(": ".join(filter(None, [
+                    f"the MCP server {self.name} is not ready ({self.state})", self.error])))
             return self.client
 
     def _on_notification(self, method, params):
         if method == "notifications/tools/list_changed":
             self._stale_at = -1
         elif method == "notifications/progress":
-            text = f"🔌 {self.name}: {params.get('progress')} {params.get('message') or ''}"
-            self._on_event({"type": "wait", "text": text})
+            total = f" of {params['total']}" if params.get("total") else ""
+            text = f"{self.name}: {params.get('progress')}{total} {params.get('message') or ''}"
+            self._on_event({"type": "wait", "text": f"🔌 {text.rstrip()}..."})
 
     def refresh(self, cancel: Cancel) -> None:
         """Ask for the tools again if they have changed."""
@@ -5613,14 +5665,20 @@ class McpServer:
         return content_text(self.ready(cancel).read_resource(uri, cancel), self.save)
 
     def status(self) -> str:
-        """Return a line: ● git  ready | stdio | 12 tools | 3m | PID 12345 | 2026-07-28."""
-        mark = {"ready": "●", "error": "✗", "disabled": "○"}.get(self.state, "…")
-        parts = [f"{mark} {self.name:16} {self.state}", "http" if "url" in self.entry else "stdio"]
-        if self.state == "ready":
+        """Return a line: ● git  ready | stdio | 12 tools | 3 min | PID 12345 | 2026-07-28."""
+        state, parts = self.state, [] if "error" in self.entry else [
+            "http" if "url" in self.entry else "stdio"]
+        if state == "ready" and self.client.peer.closed:
+            state, parts = "died", [*parts, "the next call starts it", self.client.peer.closed]
+        elif state == "ready":
             popen = getattr(self.client.transport, "popen", None)
-            parts += [f"{len(self.tools)} tools", f"{time.monotonic() - self.since:.0f} s",
-                      popen and f"PID {popen.pid}", self.client.version, self.client.peer.closed]
-        return " | ".join(filter(None, [*parts, self.error]))
+            up_s = time.monotonic() - self.since
+            parts += [f"{len(self.tools)} tools",
+                      f"{up_s:.0f} s" if up_s < 100 else f"{up_s / 60:.0f} min",
+                      popen and f"PID {popen.pid}", self.client.version]
+        mark = {"ready": "●", "disabled": "○", "starting": "…", "waiting": "…"}.get(state, "✗")
+        line = " | ".join(filter(None, [f"{mark} {self.name:16} {state}", *parts, self.error]))
+        return line.replace("\n", "\n    ")
 
 
 class McpServers:
@@ -5891,18 +5949,19 @@ def manage_servers(app, arguments: str) -> str:
     """[restart|enable|disable|logs|login|logout|resources|prompts NAME]  MCP servers."""
     servers, (action, _, name) = app.mcp, arguments.partition(" ")
     name = name.strip()
+    app.events.put({"type": "wait", "text": "🔌 Waiting for MCP servers..."})
     servers.tools(START_WAIT_S, app.cancel)
     actions = {"restart": lambda: servers.enable(name, app.cancel),
                "enable": lambda: servers.enable(name, app.cancel),
                "disable": lambda: servers.disable(name),
-               "logs": lambda: servers.logs(name) or "It wrote nothing to its stderr.",
+               "logs": lambda: servers.logs(name) or "Nothing is logged.",
                "login": lambda: log_out(app, name) and servers.enable(name, app.cancel),
                "logout": lambda: log_out(app, name),
                "resources": lambda: list_offers(servers, name, "list_resources", app.cancel),
                "prompts": lambda: list_offers(servers, name, "list_prompts", app.cancel)}
     if not arguments:
         return servers.status() or "🔌 MCP servers: none configured; mcp.example.json shows how"
-    if action not in actions:
+    if action not in actions or not name:
         raise ConfigError(f"usage: /mcp [{'|'.join(actions)} NAME]")
     return actions[action]()
 
@@ -5911,10 +5970,13 @@ def list_offers(servers: McpServers, name: str, method: str, cancel: Cancel) -> 
     """Return a line for each resource or prompt: how to name it in a message, and what it is."""
     lines = []
     for r in getattr(servers.find(name).ready(cancel), method)(cancel):
+        arguments = [f"{a['name']}=..." if a.get("required") else f"[{a['name']}=...]"
+                     for a in r.get("arguments") or ()]
         what = r.get("uri") or r.get("uriTemplate") or "?".join(filter(None, (
-            r.get("name"), "&".join(f"{a['name']}=..." for a in r.get("arguments") or ()))))
+            r.get("name"), "&".join(arguments))))
         lines.append(f"  @{name}:{what}  {one_line(r.get('description') or '', 80)}")
-    return "\n".join(lines) or "There are none."
+    return "\n".join(["A message gets the text of those it names:", *lines]) if lines \
+        else "There are none."
 
 
 def log_out(app, name: str) -> str:
@@ -5923,7 +5985,8 @@ def log_out(app, name: str) -> str:
     if not url:
         raise ConfigError(f"{name} is a program on this machine: there is nothing to log in to")
     app.oauth.logout(url)
-    return app.mcp.disable(name)
+    app.mcp.find(name).stop("disabled", f"logged out; /mcp login {name} logs in again")
+    return app.mcp.find(name).status()
 
 
 def log_in(app, page: str, cancel: Cancel) -> dict:
@@ -5937,8 +6000,11 @@ def log_in(app, page: str, cancel: Cancel) -> dict:
         if sys.platform in ("win32", "darwin") or app.config.get("DISPLAY"):
             import webbrowser
             webbrowser.open(page)
-    return login_in_browser(lambda page: app.on_event(
-        {"type": "notice", "text": f"🔑 Log in here: {page}"}), open_page, page, cancel)
+
+    def say(page):
+        app.on_event({"type": "notice", "text": f"Log in here: {page}"})
+        app.on_event({"type": "wait", "text": "🔑 Waiting for your browser; Ctrl-C stops..."})
+    return login_in_browser(say, open_page, page, cancel)
 
 
 def load_servers(app) -> dict[str, dict]:
@@ -5953,8 +6019,8 @@ def load_servers(app) -> dict[str, dict]:
             continue
         try:
             content = _bytes_of(path) if path == own else app.trust.read(
-                path, "would start programs or call servers, in place of yours of the same name: "
-                      + (", ".join(servers) or "you have none"))
+                path, "would start programs or call servers; one named like yours "
+                      f"({', '.join(servers) or 'you have none'}) would take its place")
             if content is None:
                 raise ConfigError("it needs your trust")
             servers.update(read_servers(content, variables, path == own))
@@ -5965,7 +6031,15 @@ def load_servers(app) -> dict[str, dict]:
 
 def refresh_tools(app, cancel: Cancel) -> None:
     """Have the toolbox hold what the MCP servers offer now; called before each round."""
-    tools, toolbox = app.mcp.tools(START_WAIT_S, cancel), app.agent.toolbox
+    servers, toolbox = app.mcp.servers.values(), app.agent.toolbox
+    if any(s.state in ("waiting", "starting") for s in servers):
+        app.events.put({"type": "wait", "text": "🔌 Waiting for MCP servers..."})
+    tools = app.mcp.tools(START_WAIT_S, cancel)
+    failed = [s.name for s in servers if s.state not in ("ready", "disabled")]
+    if failed != app.mcp_failed:
+        app.on_event({"type": "notice", "text": "MCP servers that are not ready, /mcp says why: "
+                                                + (", ".join(failed) or "none")})
+        app.mcp_failed = failed
     if tools != app.mcp_tools:
         toolbox.remove(t.name for t in app.mcp_tools)
         toolbox.add(tools)
@@ -6010,7 +6084,7 @@ def sample(app, server: str, params: dict) -> dict:
     answer = app.ask(f"❓ The MCP server {server} asks your model:\n    {shown}\nMay it? [y/N] ",
                      app.cancel)
     if (answer or "").strip().lower() not in ("y", "yes"):
-        raise McpError("the person said no", -1)
+        raise McpError("nobody is there to ask" if answer is None else "the person said no", -1)
     if params.get("systemPrompt"):
         messages.insert(0, {"role": "system", "content": str(params["systemPrompt"])})
     reply = app.agent.model.reply(messages, [], lambda kind, text: None, app.cancel)
@@ -6021,14 +6095,15 @@ def sample(app, server: str, params: dict) -> dict:
 
 def make_server(app, environ: dict, name: str, entry: dict) -> McpServer:
     """Return a configured server, not started yet."""
-    client, root = None, {"uri": "file://" + urllib.parse.quote(app.config.cwd)}
+    client, root = None, {"uri": "file://" + urllib.parse.quote(app.config.cwd),
+                          "name": os.path.basename(app.config.cwd)}
     handlers = {"roots/list": lambda params: {"roots": [root]},
                 "elicitation/create": functools.partial(
                     elicit, lambda question: app.ask(f"🔌 {name}: {question}", app.cancel)),
                 "sampling/createMessage": functools.partial(sample, app, name)}
     if "error" not in entry:
         if "url" in entry:
-            app.oauth.settings[entry["url"]] = entry.get("oauth", {})
+            app.oauth.settings[entry["url"]] = {**entry.get("oauth", {}), "name": name}
             headers = entry.get("headers", {})
             auth = None if "authorization" in map(str.lower, headers) else app.oauth
             transport = HttpTransport(app.http, entry["url"], headers, auth)
@@ -6370,6 +6445,7 @@ class App:
         self.trace, self.is_over = config.trace, False    # is_over: the person wants to leave
         self.plugin_names = []           # tools that came from the person's own files
         self.mcp_tools = []              # those that MCP servers gave
+        self.mcp_failed = []             # names of those that were told of as not ready
         self.project_notes = ""          # AGENTS.md or CLAUDE.md of the folder
         self.http = Http(config.proxies)
         self.trust = Trust(os.path.join(config.home, "trust"), self.ask)

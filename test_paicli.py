@@ -51,7 +51,7 @@ import paicli
 
 HERE = pathlib.Path(__file__).resolve().parent
 PATH = HERE / "paicli.py"
-MAX_LINES = 6700                         # meant to stay under 4500: code search and MCP did not fit
+MAX_LINES = 6730                         # meant to stay under 4500: code search and MCP did not fit
 POSIX = os.name == "posix"
 
 
@@ -2487,7 +2487,7 @@ out.write(b'{"long": "' + b'x' * (1 << 20) + b'"}\n{"cut": ')
         wire = self.stdio('''
 sys.stderr.write("x" * 255 + "\\n" + "line\\n" * 50000 + "Error: missing API key\\n")
 sys.exit(3)''')
-        self.assertRegex(self.ends.get(timeout=30), r"^the server exited \(code 3\): line\n(.|\n)*Error: missing API key$")
+        self.assertRegex(self.ends.get(timeout=30), r"^the server exited \(code 3\): line\nError: missing API key$")
         self.assertEqual(paicli.LOG_LINES, len(wire.log))
 
     def test_an_endless_line_and_a_killed_server_end_it(self):
@@ -2647,10 +2647,10 @@ def fake_mcp(era, m):
         "initialize": lambda: [{"jsonrpc": "2.0", "method": "notifications/message", "params": {}}, result(
             **about, protocolVersion="1999-01-01" if era == "old" else params["protocolVersion"])],
         "tools/list": lambda: [result(tools=[{"name": n, "inputSchema": schema} for n in ("echo", "ask", "die", "fail")])] if page else [
-            result(tools=[{"name": "echo", "inputSchema": schema}, {"name": "wait"}, 5], nextCursor="")],
+            result(tools=[{"name": "echo", "inputSchema": schema}, {"name": "wait"}, 5, {"name": "slow", "execution": {"taskSupport": "required"}}], nextCursor="")],
         "resources/list": lambda: [result(resources=[{"uri": "memo://1", "name": "one"}])],
         "resources/read": lambda: [result(contents=[{"uri": params["uri"], "text": "memo of " + params["uri"]}])],
-        "prompts/list": lambda: [result(prompts=[{"name": "greet", "arguments": [{"name": "who"}]}])],
+        "prompts/list": lambda: [result(prompts=[{"name": "greet", "arguments": [{"name": "who", "required": True}, {"name": "how"}]}])],
         "prompts/get": lambda: [result(messages=[{"role": "user", "content": {"type": "text", "text": "greet " + params["arguments"]["who"]}}])]}
     if method in table:
         return table[method]()
@@ -2667,7 +2667,7 @@ def fake_mcp(era, m):
         return text("no such file", isError=True)
     if name == "echo":
         return [{"jsonrpc": "2.0", "method": "notifications/tools/list_changed"},
-                {"jsonrpc": "2.0", "method": "notifications/progress", "params": {"progressToken": id_, "progress": 1}},
+                {"jsonrpc": "2.0", "method": "notifications/progress", "params": {"progressToken": id_, "progress": 1, "total": 4}},
                 *text(params["arguments"]["text"])]
     return [] if id_ is None or name == "wait" else [
         {"jsonrpc": "2.0", "id": id_, "error": {"code": -32601, "message": "no method"}}]
@@ -2844,8 +2844,10 @@ class TestOauth(Case):
         self.no_login("takes no client of ours .*closed.*set oauth.clientId")
         fake.pages["/registration"] = {"client_id": "c"}
         self.asked.clear()
-        self.raises(paicli.PaiError, "/mcp login", self.refused_unseen)
-        self.assertEqual([], self.asked)
+        n = len(fake.sent("/registration"))
+        self.settings["name"] = "notes"
+        self.raises(paicli.PaiError, "it needs a login: /mcp login notes$", self.refused_unseen)
+        self.assertEqual((n, []), (len(fake.sent("/registration")), self.asked))
         fake.pages = {"/token": fake.token}
         self.no_login("needs a login, but .* says it is None.*headers")
 
@@ -2915,6 +2917,12 @@ class TestOauth(Case):
         self.assertEqual(2, len(self.asked))
         self.fake.pages["/token"] = lambda form, headers: (200, {"error": "bad_code"})
         self.raises(paicli.PaiError, "bad_code", self.refused)
+
+    def test_an_issuer_that_forgot_us_gets_to_know_us_anew(self):
+        self.refused()
+        self.fake.pages["/token"] = lambda form, headers: refuse(401, "invalid_client")(0, 0) if form["client_id"] == "c1" else self.fake.token(0, 0)
+        self.assertTrue(self.refused())
+        self.assertEqual(["c1", "c2"], [asked["client_id"] for asked in self.asked])
 
     def test_those_refused_at_the_same_time_share_one_login(self):
         other, looked = self.oauth(), threading.Semaphore(0)
@@ -3033,6 +3041,8 @@ class TestMcp(Case):
             client.close()
         http = self.server(refuses(403, "no"))
         self.raises(paicli.HttpError, "403", paicli.McpClient(paicli.HttpTransport(self.http(), http.url)).connect)
+        http = self.server(*[refuses(405, "")] * 2)
+        self.raises(paicli.McpError, r"no MCP server at http://.*405.*HTTP\+SSE", paicli.McpClient(paicli.HttpTransport(self.http(), http.url)).connect)
 
     def test_what_does_not_know_the_probe_is_initialized(self):
         with smaller(paicli.McpClient, "PROBE_TIMEOUT_S", 0.5):
@@ -3068,20 +3078,26 @@ class TestMcp(Case):
         self.assertEqual({"list_resources": 3, "read_resource": 3, "echo": 1, "wait": 3, "ask": 3, "die": 3, "fail": 3},
                          {name[8:]: t.level for name, t in tools.items()})
         self.assertRegex(servers.status(), r"^● a +ready \| stdio \| 7 tools \| \d+ s \| PID \d+ \| 2026-07-28\n✗ gone +error .*No such file.*\n"
-                                           r"○ off +disabled \| stdio\n✗ bad .*the variable X is not set$")
+                                           r"○ off +disabled \| stdio\n✗ bad +error \| bad.command: the variable X is not set$")
         run = lambda name, **arguments: tools["mcp__a__" + name].run(arguments, paicli.Cancel())
         self.assertEqual("hi", run("echo", text="hi"))
-        self.assertEqual([{"type": "wait", "text": "🔌 a: 1 "}], events)
+        self.assertEqual([{"type": "wait", "text": "🔌 a: 1 of 4..."}], events)
+        servers.find("a")._on_notification("notifications/progress", {"progress": 5, "message": "reading"})
+        self.assertEqual("🔌 a: 5 reading...", events[1]["text"])
+        servers.find("a").since -= 7200
+        self.assertIn("| 7 tools | 120 min | PID", servers.status())
         self.raises(paicli.ToolError, "no such file", run, "fail")
         self.assertEqual(("memo://1  one", "memo of m:1"), (run("list_resources"), run("read_resource", uri="m:1")))
         self.assertIsNot(tools["mcp__a__echo"], servers.tools(0, paicli.Cancel())[2])       # list_changed came with echo
         self.raises(paicli.McpError, r"exited \(code 1\): Error: it ends here", run, "die")
-        self.assertIn("| the server exited (code 1)", servers.status())
+        self.assertRegex(servers.status(), r"✗ a +died \| stdio \| the next call starts it \| the server exited \(code 1\): Error: it ends here\n")
+        servers.find("off").error = "two\nlines"
+        self.assertIn("○ off              disabled | stdio | two\n    lines", servers.status())
         self.assertEqual("again", run("echo", text="again"))
         self.raises(paicli.McpError, "ends here", run, "die")
         self.raises(paicli.McpError, "started again soon", run, "echo", text="at once")
         self.assertRegex(servers.disable("a"), "○ a +disabled")
-        self.raises(paicli.McpError, "not ready .disabled", run, "echo", text="x")
+        self.raises(paicli.McpError, r"server a is not ready \(disabled\)$", run, "echo", text="x")
         self.assertEqual([], servers.tools(0, paicli.Cancel()))
         self.assertRegex(servers.restart("a") + servers.enable("a"), "ready.*ready")
         self.assertIn("it ends here", servers.logs("a"))
@@ -3146,11 +3162,29 @@ class TestMcp(Case):
             return paicli.elicit(lambda question: self.questions.append(question) or answers.pop(0), {"message": "Who?", **params})
         schema = {"required": ["age"], "properties": {"name": {"type": "string", "default": "Ann"}, "age": {"type": "integer"}, "x": {"type": "boolean"}}}
         self.assertEqual({"action": "accept", "content": {"name": "Ann", "age": 5}}, asked("y", "", "five", "", "5", "", requestedSchema=schema))
-        self.assertEqual(6, len(self.questions))
+        self.assertEqual([
+            "❓ Who?\nYes, and tell it name, age, x? [y/N] ", "name (string; Enter: Ann): ", "age (integer): ",
+            'age should be of type integer, not "five"\nage (integer): ', "age should be of type integer, not null\nage (integer): ",
+            "x (boolean; one of yes, no; Enter: nothing): "], self.questions)
         self.assertEqual([{"action": "decline"}] * 2, [asked("", requestedSchema=schema), asked(None, requestedSchema=schema)])
         self.assertEqual({"action": "cancel"}, asked("y", None, requestedSchema=schema))
         self.assertEqual(["accept", "decline"], [asked(a, mode="url", url="http://x")["action"] for a in ("y", None)])
         self.assertIn("http://x", self.questions[0])
+
+
+    def test_a_choice_is_made_by_its_title(self):
+        titled = [{"const": "h1", "title": "Superman"}, {"const": "h2", "title": "Super"}]
+        fields = {"sure": ({"type": "boolean"}, "one of yes, no", ("Y", True), ("NO", False)),
+                  "hero": ({"oneOf": titled, "description": "Who?"}, "Who?; one of Superman, Super", ("superm", "h1"), ("super", "h2"), ("h1", "h1")),
+                  "pet": ({"enum": ["p1", "p2"], "enumNames": ["Cat", "Dog"], "default": "p2"}, "one of Cat, Dog; Enter: Dog", ("d", "p2"), ("", "p2")),
+                  "fish": ({"type": "array", "items": {"anyOf": titled}, "default": ["h2", "h1"]}, "Enter: Super, Superman", ("h1, Super", ["h1", "h2"]), ("", ["h2", "h1"]))}
+        for name, (field, question, *cases) in fields.items():
+            for typed, value in cases:
+                questions, answers = [], ["y", "batman", typed]
+                params = {"requestedSchema": {"properties": {name: field}, "required": [name]}}
+                self.assertEqual({name: value}, paicli.elicit(lambda q: questions.append(q) or answers.pop(0), params)["content"])
+                self.assertIn(question, questions[1])
+                self.assertRegex(questions[2], "^'batman' is none of .*\n" + name)
 
 
 # ---- 22 --------------------------------------------------------------------------------------------
@@ -4286,11 +4320,14 @@ class TestCommands(Case):
         self.mcp_json("home", "dual", autoApprove=["echo"])
         app = self.app()
         self.assertRegex(paicli.run_command(app, "/mcp"), "^● fake +ready ")
-        self.assertEqual(["  @fake:memo://1  ", "  @fake:greet?who=...  "], [paicli.manage_servers(app, what + " fake") for what in ("resources", "prompts")])
+        self.assertEqual("🔌 Waiting for MCP servers...", app.events.get(timeout=5)["text"])
+        self.assertEqual(["  @fake:memo://1  ", "  @fake:greet?who=...&[how=...]  "],
+                         [paicli.manage_servers(app, what + " fake").split("it names:\n")[1] for what in ("resources", "prompts")])
         self.assertRegex(paicli.manage_servers(app, "disable fake") + paicli.manage_servers(app, "restart fake"), "disabled.*\n?.*ready")
-        self.assertEqual("It wrote nothing to its stderr.", paicli.manage_servers(app, "logs fake"))
+        self.assertEqual("Nothing is logged.", paicli.manage_servers(app, "logs fake"))
         self.raises(paicli.ConfigError, "no MCP server 'fak'; did you mean fake", paicli.manage_servers, app, "logs fak")
-        self.raises(paicli.ConfigError, "^usage: /mcp", paicli.manage_servers, app, "fake")
+        for typed in ("fake", "logs", "restrat fake"):
+            self.raises(paicli.ConfigError, "^usage: /mcp", paicli.manage_servers, app, typed)
         model = app.agent.model = ScriptedModel(reply_of(call("mcp__fake__echo", {"text": "over there"})), paicli.Reply("done", "", [], paicli.Usage(1, 1), "stop"))
         self.assertEqual("done", app.run_turn("use it with @fake:memo://1, and @fake:greet?who=Ann."))
         self.assertIn("memo of memo://1", model.sent[0][-1]["content"])
@@ -4312,23 +4349,57 @@ class TestCommands(Case):
         questions = []
         app.trust = paicli.Trust(self.path("home/trust"), lambda question, cancel: questions.append(question) or "y")
         self.assertEqual(("legacy", None), (paicli.load_servers(app)["fake"]["args"][-1], paicli.load_servers(app)["fake"].get("autoApprove")))
-        self.assertRegex(questions[0], "would start programs .* in place of yours of the same name: fake")
+        self.assertRegex(questions[0], r"would start programs .*named like yours \(fake\) would take its place")
         self.write("home/mcp.json", "{")
         paicli.load_servers(app)
         self.assertRegex(app.notices[-1], "home/mcp.json is not loaded: it should be")
 
+    def test_a_turn_tells_of_servers_that_are_not_ready(self):
+        self.write("home/mcp.json", json.dumps({"mcpServers": {"gone": {"command": "/no/such"}, "off": {"command": "x", "disabled": True}}}))
+        app = self.app()
+        for _ in range(2):
+            paicli.refresh_tools(app, paicli.Cancel())
+        self.assertEqual(["🔌 Waiting for MCP servers...", "MCP servers that are not ready, /mcp says why: gone"],
+                         [app.events.get(timeout=5)["text"] for _ in range(app.events.qsize())])
+
+    def test_a_login_is_asked_for_shown_and_forgotten(self):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.write("home/mcp.json", json.dumps({"mcpServers": {"far": {"url": "http://127.0.0.1:1/mcp"}, "near": {"command": "x"}}}))
+        app, shown, questions = self.app(), [], []
+
+        def on_event(event):
+            shown.append(event["text"])
+            if "Waiting" in event["text"]:
+                with socket.create_connection(("127.0.0.1", port)) as browser:
+                    browser.sendall(b"GET /callback?code=a HTTP/1.1\r\n\r\n")
+                    browser.recv(1000)
+        page = f"https://issuer.example/?redirect_uri=http%3A%2F%2F127.0.0.1%3A{port}%2Fcallback"
+        for answer in ("n", None):
+            app.ask = lambda question, cancel: questions.append(question) or answer
+            self.raises(paicli.PaiError, "needs a login", paicli.log_in, app, page, paicli.Cancel())
+        app.ask, app.on_event = lambda question, cancel: "y", lambda event: threading.Thread(target=on_event, args=(event,)).start()
+        self.assertEqual({"code": "a"}, paicli.log_in(app, page, paicli.Cancel()))
+        self.assertIn("log in at issuer.example. Open that page?", questions[0])
+        self.assertEqual({f"Log in here: {page}", "🔑 Waiting for your browser; Ctrl-C stops..."}, set(shown))
+        app.oauth._records = {"http://127.0.0.1:1/mcp": {"token": {"access_token": "t"}}}
+        self.assertRegex(paicli.manage_servers(app, "logout far"), r"○ far +disabled \| http \| logged out; /mcp login far logs in again")
+        self.assertIsNone(app.oauth.header("http://127.0.0.1:1/mcp"))
+        self.raises(paicli.ConfigError, "near is a program on this machine", paicli.log_out, app, "near")
+
     def test_a_server_may_ask_the_model_if_the_person_agrees(self):
-        app, said = self.app(), iter(("n", "y"))
+        app, said = self.app(), iter(("n", None, "y"))
         app.ask = lambda question, cancel: questions.append(question) or next(said)
         questions, model = [], ScriptedModel(paicli.Reply("four", "", [], paicli.Usage(1, 1), "stop"))
         app.agent.model = model
         asked = {"systemPrompt": "count", "messages": [{"role": "user", "content": {"type": "text", "text": "2+2?"}}]}
         server = paicli.make_server(app, {}, "s", {"url": "http://127.0.0.1:1/"})
         self.raises(paicli.McpError, "said no", server.client.handlers["sampling/createMessage"], asked)
+        self.raises(paicli.McpError, "nobody is there", paicli.sample, app, "s", asked)
         self.assertEqual({"type": "text", "text": "four"}, paicli.sample(app, "s", asked)["content"])
         self.assertEqual([[{"role": "system", "content": "count"}, {"role": "user", "content": "2+2?"}]], model.sent)
         self.assertRegex(questions[1], r"server s asks your model:\n    2\+2\?")
-        self.assertEqual("file://" + self.folder, server.client.handlers["roots/list"]({})["roots"][0]["uri"])
+        self.assertEqual([{"uri": "file://" + self.folder, "name": os.path.basename(self.folder)}], server.client.handlers["roots/list"]({})["roots"])
         path = paicli.save_content(self.path("home"), b"x", "image/svg+xml")
         self.assertRegex(path, r"home/mcp-files/[0-9a-f]{12}\.svgxml$")
         self.assertEqual("x", app.files.load(path)[1].text)
