@@ -5596,7 +5596,9 @@ class McpServer:
                 self.tools = self._list_tools(cancel)
                 self.state, self.error = "ready", ""
             except PaiError as e:
-                self.stop("error", str(e))
+                is_slow = getattr(e, "code", 0) == "silent"           # it may have said why
+                self.stop("error", f"{e} (startTimeout); see /mcp logs {self.name}"
+                          if is_slow else str(e))
 
     def stop(self, state: str = "disabled", error: str = "") -> None:
         """Stop it; its tools are gone."""

@@ -3107,6 +3107,18 @@ class TestMcp(Case):
         servers.close()
         self.raises(ProcessLookupError, "process", os.kill, pid, 0)
 
+    def test_a_server_that_is_silent_at_the_start_says_where_to_look(self):
+        client = paicli.McpClient(paicli.StdioTransport([sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]), start_timeout_s=0.2)
+        server = paicli.McpServer("s", {"command": "x"}, client, repr, print)
+        server.start()
+        self.assertRegex(server.status(), r"✗ s +error \| stdio \| no answer to initialize in 0.2 s \(startTimeout\); see /mcp logs s$")
+
+    def test_the_example_makes_sense(self):
+        servers = paicli.read_servers((HERE / "mcp.example.json").read_bytes(), {"PROJECT_DIR": "/p", "EXAMPLE_TOKEN": "t"}, True)
+        self.assertEqual((["filesystem", "remote", "retrieval"], []), (list(servers), [s for s in servers.values() if "error" in s]))
+        self.assertEqual(("/p", "Bearer t", "http://localhost:6333"), (
+            servers["filesystem"]["args"][-1], servers["remote"]["headers"]["Authorization"], servers["retrieval"]["env"]["QDRANT_URL"]))
+
     def test_the_configuration_is_filled_in_and_checked(self):
         read = lambda servers, is_own=True: paicli.read_servers(json.dumps({"mcpServers": servers}).encode(), {"A": "1;$(x)", "E": ""}, is_own)
         self.assertEqual({"command": "1;$(x)", "args": ["$A", "d", "", "e}"], "timeout": 90, "env": {"K": "-"}, "autoApprove": ["t"]}, read({"s": {
