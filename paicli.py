@@ -5137,7 +5137,8 @@ def login_in_browser(say: Callable, open_page: Callable, page: str, cancel: Canc
             open_page(page)
             return _visit(callback, cancel)
     except OSError as e:                 # the port is taken, or nobody came
-        raise PaiError(f"no login on port {place[1]} ({e}): try again, or set callbackPort") from e
+        raise PaiError(f"no login on port {place[1]} ({e}): try again, or set oauth.callbackPort "
+                       "in mcp.json") from e
 
 
 def _visit(callback, cancel):
@@ -5996,7 +5997,8 @@ def log_in(app, page: str, cancel: Cancel) -> dict:
     answer = app.ask(f"🔑 An MCP server wants you to log in at "
                      f"{urllib.parse.urlsplit(page).netloc}. Open that page? [y/N] ", cancel)
     if (answer or "").strip().lower() not in ("y", "yes"):
-        raise PaiError("it needs a login: /mcp login NAME")
+        nobody = ", in a terminal" if answer is None else ""
+        raise PaiError(f"it needs a login: /mcp login NAME{nobody}")
 
     def open_page(page):
         if sys.platform in ("win32", "darwin") or app.config.get("DISPLAY"):
