@@ -5511,7 +5511,8 @@ def _typed(field, text):
         found = [v for title, v in choices.items() if fits(title.lower(), text.lower())]
         if len(found) == 1:
             return found[0]
-    if choices and text not in choices.values():
+    spelled = [v if isinstance(v, str) else json.dumps(v) for v in choices.values()]
+    if choices and text not in spelled:
         raise ToolError(f"{text!r} is none of {', '.join(choices)}")
     return text
 
@@ -6007,7 +6008,7 @@ def log_in(app, page: str, cancel: Cancel) -> dict:
 
     def say(page):
         app.on_event({"type": "notice", "text": f"Log in here: {page}"})
-        app.on_event({"type": "wait", "text": "🔑 Waiting for your browser; Ctrl-C stops..."})
+        app.on_event({"type": "wait", "text": "🔑 Waiting for your browser (if that fails: Ctrl-C, /mcp login)..."})
     return login_in_browser(say, open_page, page, cancel)
 
 

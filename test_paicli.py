@@ -3186,7 +3186,8 @@ class TestMcp(Case):
 
     def test_a_choice_is_made_by_its_title(self):
         titled = [{"const": "h1", "title": "Superman"}, {"const": "h2", "title": "Super"}]
-        fields = {"sure": ({"type": "boolean"}, "one of yes, no", ("Y", True), ("NO", False)),
+        fields = {"sure": ({"type": "boolean"}, "one of yes, no", ("Y", True), ("NO", False), ("true", True)),
+                  "size": ({"type": "integer", "enum": [3, 12]}, "one of 3, 12", ("3", 3), ("1", 12)),
                   "hero": ({"oneOf": titled, "description": "Who?"}, "Who?; one of Superman, Super", ("superm", "h1"), ("super", "h2"), ("h1", "h1")),
                   "pet": ({"enum": ["p1", "p2"], "enumNames": ["Cat", "Dog"], "default": "p2"}, "one of Cat, Dog; Enter: Dog", ("d", "p2"), ("", "p2")),
                   "fish": ({"type": "array", "items": {"anyOf": titled}, "default": ["h2", "h1"]}, "Enter: Super, Superman", ("h1, Super", ["h1", "h2"]), ("", ["h2", "h1"]))}
@@ -4393,7 +4394,7 @@ class TestCommands(Case):
         app.ask, app.on_event = lambda question, cancel: "y", lambda event: threading.Thread(target=on_event, args=(event,)).start()
         self.assertEqual({"code": "a"}, paicli.log_in(app, page, paicli.Cancel()))
         self.assertIn("log in at issuer.example. Open that page?", questions[0])
-        self.assertEqual({f"Log in here: {page}", "🔑 Waiting for your browser; Ctrl-C stops..."}, set(shown))
+        self.assertEqual({f"Log in here: {page}", "🔑 Waiting for your browser (if that fails: Ctrl-C, /mcp login)..."}, set(shown))
         app.oauth._records = {"http://127.0.0.1:1/mcp": {"token": {"access_token": "t"}}}
         self.assertRegex(paicli.manage_servers(app, "logout far"), r"○ far +disabled \| http \| logged out; /mcp login far logs in again")
         self.assertIsNone(app.oauth.header("http://127.0.0.1:1/mcp"))
@@ -5154,7 +5155,7 @@ def conformance(url):
     http = paicli.Http()
 
     def ask(question):                   # the person: agrees, takes each default
-        return "y" if "[y/N]" in question else "" if "default" in question else "true"
+        return "y" if "[y/N]" in question else "" if re.search("Enter: (?!nothing)", question) else "true"
 
     def authorize(page, cancel):         # the browser: is sent on at once
         try:
