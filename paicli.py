@@ -6008,7 +6008,8 @@ def log_in(app, page: str, cancel: Cancel) -> dict:
 
     def say(page):
         app.on_event({"type": "notice", "text": f"Log in here: {page}"})
-        app.on_event({"type": "wait", "text": "🔑 Waiting for your browser (if that fails: Ctrl-C, /mcp login)..."})
+        app.on_event({"type": "wait", "text": "🔑 Waiting for your browser "
+                                              "(if that fails: Ctrl-C, /mcp login)..."})
     return login_in_browser(say, open_page, page, cancel)
 
 
