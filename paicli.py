@@ -5117,7 +5117,7 @@ class StdioTransport:
         """Have a message written; this never waits, whether the server reads or not."""
         self._outbox.put(json_bytes(message) + b"\n")
 
-    def recover(self, error: PaiError, cancel: Cancel | None) -> bool:
+    def recover(self, error: PaiError, cancel: Cancel) -> bool:
         """Return whether to send again after this error: never, a pipe can't be mended."""
         return False
 
@@ -5200,7 +5200,7 @@ class HttpTransport:
             Job("mcp-http", self._receive, method, message, {}, flight).wait(None, NOTICE_WAIT_S)
         flight.set()
 
-    def recover(self, error: PaiError, cancel: Cancel | None) -> bool:
+    def recover(self, error: PaiError, cancel: Cancel) -> bool:
         """Return whether to send again: after initialize if `version` is "", with a new token."""
         if self._has_lost_session(error):
             self.version = ""
@@ -5399,9 +5399,11 @@ def _endpoint(issuer, name):
 class OAuth:
     """The tokens of all MCP servers: sent with requests, renewed when a server refuses one."""
 
-    def __init__(self, http: Http, path: str, authorize: Callable[[str, Cancel], dict]):
+    def __init__(self, http: Http, path: str, authorize: Callable[[str, Cancel], dict],
+                 is_awaited: Callable[[Cancel], bool] = lambda cancel: True):
         self.settings = {}               # URL -> "oauth" of that server in mcp.json
         self.authorize = authorize       # (page, cancel) -> parameters of the URL it leads to
+        self._is_awaited = is_awaited    # is somebody there, who waits for what cancel would stop?
         self._http, self._path = http, path
         self._renewing = collections.defaultdict(threading.Lock)         # URL -> its lock
         self._records = {}               # URL -> {issuer, client, resource, scope, token}
@@ -5413,18 +5415,13 @@ class OAuth:
         token = self._records.get(url, {}).get("token")
         return token and "Bearer " + token["access_token"]
 
-    def on_refusal(self, url: str, status: int, www_authenticate: str,
-                   cancel: Cancel | None) -> bool:
-        """Get a better token, True if the request may now pass.  Raises PaiError, Cancelled.
-
-        Without a `cancel` nobody waits for the answer, so nobody is asked to log in.
-        """
+    def on_refusal(self, url: str, status: int, www_authenticate: str, cancel: Cancel) -> bool:
+        """Get a better token, True if the request may now pass.  Raises PaiError, Cancelled."""
         challenge, refused = parse_challenge(www_authenticate), self.header(url)
         if status != 401 and challenge.get("error") != "insufficient_scope":
             return False
         with self._renewing[url]:        # those refused at the same time share one login
-            if cancel:
-                cancel.check()
+            cancel.check()
             self._load()                 # another process may have been faster
             try:
                 return self.header(url) != refused or self._renew(url, challenge, cancel)
@@ -5462,6 +5459,8 @@ class OAuth:
             record = {**record, "token": {}}              # to refresh it gives no more rights
         asked = {"resource": resource["resource"], **({"scope": scope} if scope else {})}
         for client, fields in self._ways(issuer, record, settings, scope, cancel):
+            if not (fields or self._is_awaited(cancel)):
+                raise PaiError(f"it needs a login: /mcp login {settings.get('name', 'NAME')}")
             try:
                 if "client_id" not in client:
                     client = {**client, **self._http.json(
@@ -5469,7 +5468,9 @@ class OAuth:
                 fields = fields or self._ask(issuer, client, asked, cancel)
                 token = self._token(issuer, client, {**asked, **fields}, cancel)
             except PaiError as e:
-                if "_client" not in str(e) and not 400 <= getattr(e, "status", 0) < 500:
+                if "_client" in str(e):                   # the issuer has forgotten ours
+                    record.pop("client", None)
+                elif not 400 <= getattr(e, "status", 0) < 500:
                     raise
                 why = e
             else:
@@ -5533,8 +5534,6 @@ class OAuth:
         import hashlib                                    # slow to import, so only where needed
         if "S256" not in issuer.get("code_challenge_methods_supported", []):
             raise PaiError(f"{issuer['issuer']} has no PKCE, so no login there is safe")
-        if not cancel:
-            raise PaiError("it needs a login: /mcp login NAME")
         state, verifier = os.urandom(16).hex(), os.urandom(32).hex()
         digest = hashlib.sha256(verifier.encode()).digest()
         back = {"redirect_uri": client["redirect_uris"][0]}
@@ -5580,7 +5579,8 @@ def login_in_browser(say: Callable, open_page: Callable, page: str, cancel: Canc
             open_page(page)
             return _visit(callback, cancel)
     except OSError as e:                 # the port is taken, or nobody came
-        raise PaiError(f"no login on port {place[1]} ({e}): try again, or set callbackPort") from e
+        raise PaiError(f"no login on port {place[1]} ({e}): try again, or set oauth.callbackPort "
+                       "in mcp.json") from e
 
 
 def _visit(callback, cancel):
@@ -5654,6 +5654,11 @@ class McpClient:
             except McpError as e:        # was it too slow for the question, rather than too old?
                 if e.code in ("silent", "closed") or not self._discover(cancel):
                     raise
+            except HttpError as e:
+                if e.status not in (404, 405):
+                    raise
+                raise McpError(f"no MCP server at {self.transport.url} ({e}); if it is one of 2024 "
+                               "(HTTP+SSE), that is not spoken here") from None
         if self.version == MODERN and _get(self.capabilities.get("tools"), "listChanged", bool):
             wanted = {"notifications": {"toolsListChanged": True}}
             Job("mcp-listen", self._request, "subscriptions/listen", wanted, self._closing, None)
@@ -5716,7 +5721,7 @@ class McpClient:
             try:
                 return self.peer.request(method, params, timeout_s, cancel)
             except (HttpError, McpError) as e:
-                if not n_left or not self.transport.recover(e, cancel):
+                if not n_left or not self.transport.recover(e, cancel or Cancel()):
                     raise
                 if self._is_http and not self.transport.version and self.version in LEGACY \
                         and method != "initialize":
@@ -5768,6 +5773,8 @@ class McpClient:
             self.transport.log.append(f"{len(all_found)} tools: the first {MAX_TOOLS} are used")
         for found in all_found[:MAX_TOOLS]:
             name = _get(found, "name", str)
+            if _get(found.get("execution"), "taskSupport", str) == "required":
+                continue                 # tasks are not spoken here
             try:
                 if not name or len(json.dumps(found)) > MAX_TOOL_CHARS:
                     raise ValueError("it is too long" if name else "it has no name")
@@ -5920,16 +5927,58 @@ def elicit(ask: Callable[[str], str | None], params: dict) -> dict:
     if (answer or "").strip().lower() not in ("y", "yes"):
         return {"action": "decline"}
     for name, field in fields.items():
+        field, why = field if isinstance(field, dict) else {}, ""
+        is_required = name in (_get(schema, "required", list) or ())
         while name not in content:
-            answer = ask(f"{one_line(name)} {_shown(field)}: ")
+            answer = ask(why + _field_question(name, field, is_required))
             if answer is None:
                 return {"action": "cancel"}
-            value = answer.strip() or _get(field, "default", object)
-            if value is None and name not in (_get(schema, "required", list) or ()):
+            typed = answer.strip()
+            if not typed and not is_required and "default" not in field:
                 break
-            with contextlib.suppress(ToolError):          # it does not fit: asked again
+            try:
+                value = _typed(field, typed) if typed else field.get("default")
                 content[name] = check_value(field, value, name)
+            except ToolError as e:       # it does not fit: asked again
+                why = f"{visible(str(e))}\n"
     return {"action": "accept", "content": content}
+
+
+def _choices(field):
+    """-> {what a person reads: the value it means} of a field with a choice, {} of others."""
+    if field.get("type") == "boolean":
+        return {"yes": True, "no": False}
+    titled = field.get("oneOf") or field.get("anyOf") or []
+    values = field.get("enum") or [choice.get("const") for choice in titled]
+    titles = field.get("enumNames") or [choice.get("title") for choice in titled] or values
+    return dict(zip(map(str, titles), values))
+
+
+def _field_question(name, field, is_required):
+    """-> "color (which you like; one of red, green; Enter: red): "."""
+    choices = _choices(field.get("items") or field)
+    some = "some, with commas, of" if "items" in field else "one of"
+    default = field.get("default", "" if is_required else "nothing")
+    default = ", ".join(next((title for title, value in choices.items() if value == d), str(d))
+                        for d in (default if isinstance(default, list) else [default]))
+    parts = [field.get("description") or field.get("title") or field.get("type"),
+             choices and f"{some} {', '.join(choices)}", default and f"Enter: {default}"]
+    return visible(f"{name} ({'; '.join(filter(None, parts))}): ")
+
+
+def _typed(field, text):
+    """-> the value that a person's words mean for a field.  Raises ToolError if it is no choice."""
+    if field.get("type") == "array":
+        return [_typed(field.get("items") or {}, part.strip()) for part in text.split(",")]
+    choices = _choices(field)
+    for fits in (str.__eq__, str.startswith):
+        found = [v for title, v in choices.items() if fits(title.lower(), text.lower())]
+        if len(found) == 1:
+            return found[0]
+    spelled = [v if isinstance(v, str) else json.dumps(v) for v in choices.values()]
+    if choices and text not in spelled:
+        raise ToolError(f"{text!r} is none of {', '.join(choices)}")
+    return text
 
 
 # ---- configuration
@@ -6033,9 +6082,9 @@ class McpServer:
 
     def _explained(self, error):
         """-> its text; if the server kept silent, perhaps it said why on its stderr."""
-        is_silent = getattr(error, "code", "") == "silent"
-        log = list(self.client.transport.log)[-4:] if is_silent else []
-        return "\n".join([str(error), *log])
+        if getattr(error, "code", "") != "silent":
+            return str(error)
+        return "\n".join([f"{error} (startTimeout)", *list(self.client.transport.log)[-4:]])
 
     def stop(self, state: str = "disabled", error: str = "") -> None:
         """Stop it, also while it starts; its tools are gone.  Once "closed", it stays so."""
@@ -6058,15 +6107,17 @@ class McpServer:
                 self._n_deaths = min(self._n_deaths + 1, 6)
                 self.start(cancel)
             if self.state != "ready":
-                raise McpError(f"the server {self.name} is not ready ({self.state}) {self.error}")
+                raise McpError(": ".join(filter(None, [
+                    f"the MCP server {self.name} is not ready ({self.state})", self.error])))
             return self.client
 
     def _on_notification(self, method, params):
         if method == "notifications/tools/list_changed":
             self._stale_at = -1
         elif method == "notifications/progress":
-            said = one_line(f"{params.get('progress')} {params.get('message') or ''}")
-            self._on_event({"type": "wait", "text": f"🔌 {self.name}: {said}"})
+            total = f" of {params['total']}" if params.get("total") else ""
+            said = one_line(f"{params.get('progress')}{total} {params.get('message') or ''}")
+            self._on_event({"type": "wait", "text": f"🔌 {self.name}: {said}..."})
 
     def refresh(self, cancel: Cancel) -> None:
         """Ask for the tools again if they have changed."""
@@ -6105,14 +6156,20 @@ class McpServer:
         return content_text(self.ready(cancel).read_resource(uri, cancel), self.save)
 
     def status(self) -> str:
-        """Return a line: ● git  ready | stdio | 12 tools | 3m | PID 12345 | 2026-07-28."""
-        mark = {"ready": "●", "error": "✗", "disabled": "○"}.get(self.state, "…")
-        parts = [f"{mark} {self.name:16} {self.state}", "http" if "url" in self.entry else "stdio"]
-        if self.state == "ready":
+        """Return a line: ● git  ready | stdio | 12 tools | 3 min | PID 12345 | 2026-07-28."""
+        state, parts = self.state, [] if "error" in self.entry else [
+            "http" if "url" in self.entry else "stdio"]
+        if state == "ready" and self.client.peer.closed:
+            state, parts = "died", [*parts, "the next call starts it", self.client.peer.closed]
+        elif state == "ready":
             popen = getattr(self.client.transport, "popen", None)
-            parts += [f"{len(self.tools)} tools", f"{time.monotonic() - self.since:.0f} s",
-                      popen and f"PID {popen.pid}", self.client.version, self.client.peer.closed]
-        return " | ".join(filter(None, [*parts, self.error])).replace("\n", "\n    ")
+            up_s = time.monotonic() - self.since
+            parts += [f"{len(self.tools)} tools",
+                      f"{up_s:.0f} s" if up_s < 100 else f"{up_s / 60:.0f} min",
+                      popen and f"PID {popen.pid}", self.client.version]
+        mark = {"ready": "●", "disabled": "○", "starting": "…", "waiting": "…"}.get(state, "✗")
+        line = " | ".join(filter(None, [f"{mark} {self.name:16} {state}", *parts, self.error]))
+        return line.replace("\n", "\n    ")
 
 
 class McpServers:
@@ -6411,18 +6468,19 @@ def manage_servers(app, arguments: str) -> str:
     """[restart|enable|disable|logs|login|logout|resources|prompts NAME]  MCP servers."""
     servers, (action, _, name) = app.mcp, arguments.partition(" ")
     name = name.strip()
+    app.events.put({"type": "wait", "text": "🔌 Waiting for MCP servers..."})
     servers.tools(START_WAIT_S, app.cancel)
-    actions = {"restart": lambda: servers.enable(name, app.cancel),
+    actions = {"restart": lambda: servers.restart(name, app.cancel),
                "enable": lambda: servers.enable(name, app.cancel),
                "disable": lambda: servers.disable(name),
-               "logs": lambda: servers.logs(name) or "It wrote nothing to its stderr.",
+               "logs": lambda: servers.logs(name) or "Nothing is logged.",
                "login": lambda: log_out(app, name) and servers.enable(name, app.cancel),
                "logout": lambda: log_out(app, name),
                "resources": lambda: list_offers(servers, name, "list_resources", app.cancel),
                "prompts": lambda: list_offers(servers, name, "list_prompts", app.cancel)}
     if not arguments:
         return servers.status() or "🔌 MCP servers: none configured; mcp.example.json shows how"
-    if action not in actions:
+    if action not in actions or not name:
         raise ConfigError(f"usage: /mcp [{'|'.join(actions)} NAME]")
     return actions[action]()
 
@@ -6431,12 +6489,14 @@ def list_offers(servers: McpServers, name: str, method: str, cancel: Cancel) -> 
     """Return a line for each resource or prompt: how to name it in a message, and what it is."""
     lines = []
     for r in getattr(servers.find(name).ready(cancel), method)(cancel):
-        wanted = [f"{_get(a, 'name', str)}=..." for a in _get(r, "arguments", list) or ()]
+        wanted = [f"{a.get('name')}=..." if a.get("required") else f"[{a.get('name')}=...]"
+                  for a in _get(r, "arguments", list) or () if isinstance(a, dict)]
         what = r.get("uri") or r.get("uriTemplate") or "?".join(filter(None, (
             str(r.get("name")), "&".join(wanted))))
         about = one_line(str(r.get("description") or ""), 80)
         lines.append(f"  @{name}:{one_line(str(what))}  {about}")
-    return "\n".join(lines) or "There are none."
+    return "\n".join(["A message gets the text of those it names:", *lines]) if lines \
+        else "There are none."
 
 
 def log_out(app, name: str) -> str:
@@ -6445,25 +6505,29 @@ def log_out(app, name: str) -> str:
     if not url:
         raise ConfigError(f"{name} is a program on this machine: there is nothing to log in to")
     app.oauth.logout(url)
-    return app.mcp.disable(name)
+    app.mcp.find(name).stop("disabled", f"logged out; /mcp login {name} logs in again")
+    return app.mcp.find(name).status()
 
 
 def log_in(app, page: str, cancel: Cancel) -> dict:
     """Lead the person, if they want to, to a page; return what the browser comes back with."""
-    if cancel is not app.cancel:         # of a start in the background, where nobody is asked
-        raise PaiError("it needs a login: /mcp login NAME")
     answer = app.ask(f"🔑 An MCP server wants you to log in at "
                      f"{urllib.parse.urlsplit(page).netloc}. Open that page? [y/N] ", cancel)
     if (answer or "").strip().lower() not in ("y", "yes"):
-        raise PaiError("it needs a login: /mcp login NAME")
+        nobody = ", in a terminal" if answer is None else ""
+        raise PaiError(f"it needs a login: /mcp login NAME{nobody}")
 
     def open_page(page):
         has_screen = any(map(app.config.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")))
         if has_screen or sys.platform in ("win32", "darwin"):
             import webbrowser
             webbrowser.open(page)
-    return login_in_browser(lambda page: app.on_event(
-        {"type": "notice", "text": f"🔑 Log in here: {page}"}), open_page, page, cancel)
+
+    def say(page):
+        app.on_event({"type": "notice", "text": f"Log in here: {page}"})
+        app.on_event({"type": "wait", "text": "🔑 Waiting for your browser "
+                                              "(if that fails: Ctrl-C, /mcp login)..."})
+    return login_in_browser(say, open_page, page, cancel)
 
 
 def load_servers(app) -> dict[str, dict]:
@@ -6478,8 +6542,8 @@ def load_servers(app) -> dict[str, dict]:
             continue
         try:
             content = _bytes_of(path) if path == own else app.trust.read(
-                path, "would start programs or call servers, in place of yours of the same name: "
-                      + (", ".join(servers) or "you have none"))
+                path, "would start programs or call servers; one named like yours "
+                      f"({', '.join(servers) or 'you have none'}) would take its place")
             if content is None:
                 raise ConfigError("it needs your trust")
             servers.update(read_servers(content, variables, path == own))
@@ -6490,7 +6554,10 @@ def load_servers(app) -> dict[str, dict]:
 
 def refresh_tools(app, cancel: Cancel) -> None:
     """Have the toolbox hold what the MCP servers offer now; called before each round."""
-    tools, toolbox = app.mcp.tools(START_WAIT_S, cancel), app.agent.toolbox
+    toolbox = app.agent.toolbox
+    if any(s.state in ("waiting", "starting") for s in app.mcp.servers.values()):
+        app.events.put({"type": "wait", "text": "🔌 Waiting for MCP servers..."})
+    tools = app.mcp.tools(START_WAIT_S, cancel)
     if tools != app.mcp_tools:
         toolbox.remove(t.name for t in app.mcp_tools)
         toolbox.add(tools)
@@ -6536,7 +6603,7 @@ def sample(app, server: str, params: dict) -> dict:
     answer = app.ask(f"❓ The MCP server {server} asks your model:\n    {shown}\nMay it? [y/N] ",
                      app.cancel)
     if (answer or "").strip().lower() not in ("y", "yes"):
-        raise McpError("the person said no", -1)
+        raise McpError("nobody is there to ask" if answer is None else "the person said no", -1)
     if params.get("systemPrompt"):
         messages.insert(0, {"role": "system", "content": str(params["systemPrompt"])})
     reply = app.agent.model.reply(messages, [], lambda kind, text: None, app.cancel)
@@ -6547,14 +6614,15 @@ def sample(app, server: str, params: dict) -> dict:
 
 def make_server(app, environ: dict, name: str, entry: dict) -> McpServer:
     """Return a configured server, not started yet."""
-    client, root = None, {"uri": "file://" + urllib.parse.quote(app.config.cwd)}
+    client, root = None, {"uri": "file://" + urllib.parse.quote(app.config.cwd),
+                          "name": os.path.basename(app.config.cwd)}
     handlers = {"roots/list": lambda params: {"roots": [root]},
                 "elicitation/create": functools.partial(
                     elicit, lambda question: app.ask(f"🔌 {name}: {question}", app.cancel)),
                 "sampling/createMessage": functools.partial(sample, app, name)}
     if "error" not in entry:
         if "url" in entry:
-            app.oauth.settings[entry["url"]] = entry.get("oauth", {})
+            app.oauth.settings[entry["url"]] = {**entry.get("oauth", {}), "name": name}
             headers = entry.get("headers", {})
             auth = None if "authorization" in map(str.lower, headers) else app.oauth
             transport = HttpTransport(app.http, entry["url"], headers, auth)
@@ -7071,7 +7139,8 @@ def build(config: Config) -> App:
     app.notices += [app.use_model(), *load_plugins(app)]
     workspace.folders.append(os.path.join(os.path.realpath(config.home), "mcp-files"))
     app.oauth = OAuth(app.http, os.path.join(config.home, "mcp-auth.json"),
-                      lambda page, cancel: log_in(app, page, cancel))
+                      lambda page, cancel: log_in(app, page, cancel),
+                      lambda cancel: cancel is app.cancel)
     app.mcp = McpServers(make_server(app, dict(os.environ), name, entry)
                          for name, entry in load_servers(app).items())
     if config.resume:

@@ -3129,10 +3129,10 @@ def fake_mcp(era, m):
         "initialize": lambda: [{"jsonrpc": "2.0", "method": "notifications/message", "params": {}}, result(
             **about, protocolVersion="1999-01-01" if era == "old" else params["protocolVersion"])],
         "tools/list": lambda: [result(tools=[{"name": n, "inputSchema": schema} for n in ("echo", "ask", "die", "fail")])] if page else [
-            result(tools=[{"name": "echo", "inputSchema": schema}, {"name": "wait"}, 5], nextCursor="")],
+            result(tools=[{"name": "echo", "inputSchema": schema}, {"name": "wait"}, 5, {"name": "slow", "execution": {"taskSupport": "required"}}], nextCursor="")],
         "resources/list": lambda: [result(resources=[{"uri": "memo://1", "name": "one"}])],
         "resources/read": lambda: [result(contents=[{"uri": params["uri"], "text": "memo of " + params["uri"]}])],
-        "prompts/list": lambda: [result(prompts=[{"name": "greet", "arguments": [{"name": "who"}]}])],
+        "prompts/list": lambda: [result(prompts=[{"name": "greet", "arguments": [{"name": "who", "required": True}, {"name": "how"}]}])],
         "prompts/get": lambda: [result(messages=[{"role": "user", "content": {"type": "text", "text": "greet " + params["arguments"]["who"]}}])]}
     if method in table:
         return table[method]()
@@ -3149,7 +3149,7 @@ def fake_mcp(era, m):
         return text("no such file", isError=True)
     if name == "echo":
         return [{"jsonrpc": "2.0", "method": "notifications/tools/list_changed"},
-                {"jsonrpc": "2.0", "method": "notifications/progress", "params": {"progressToken": id_, "progress": 1}},
+                {"jsonrpc": "2.0", "method": "notifications/progress", "params": {"progressToken": id_, "progress": 1, "total": 4}},
                 *text(params["arguments"]["text"])]
     return [] if id_ is None or name == "wait" else [
         {"jsonrpc": "2.0", "id": id_, "error": {"code": -32601, "message": "no method"}}]
@@ -3245,7 +3245,7 @@ class TestOauth(Case):
     def setUp(self):
         super().setUp()
         self.fake, self.asked, self.answer = self.stack.enter_context(AuthServer()), [], {}
-        self.settings = {}
+        self.settings, self.is_background = {}, False
         self.auth = self.oauth()
 
     def person(self, page, cancel):
@@ -3255,7 +3255,7 @@ class TestOauth(Case):
         return {name: value for name, value in answer.items() if value is not None}
 
     def oauth(self):
-        auth = paicli.OAuth(self.http(), self.path("mcp-auth.json"), self.person)
+        auth = paicli.OAuth(self.http(), self.path("mcp-auth.json"), self.person, lambda cancel: not self.is_background)
         auth.settings[self.fake.url] = self.settings
         return auth
 
@@ -3264,7 +3264,11 @@ class TestOauth(Case):
 
     def refused_unseen(self, challenge="Bearer"):
         """A refusal in the background, where nobody can be asked."""
-        return self.auth.on_refusal(self.fake.url, 401, challenge, None)
+        self.is_background = True
+        try:
+            return self.refused(401, challenge)
+        finally:
+            self.is_background = False
 
     def no_login(self, pattern):
         """A 401 must end in an error, and no token may have been asked for."""
@@ -3330,8 +3334,10 @@ class TestOauth(Case):
         self.no_login("takes no client of ours .*closed.*set oauth.clientId")
         fake.pages["/registration"] = {"client_id": "c"}
         self.asked.clear()
-        self.raises(paicli.PaiError, "/mcp login", self.refused_unseen)
-        self.assertEqual([], self.asked)
+        n = len(fake.sent("/registration"))
+        self.settings["name"] = "notes"
+        self.raises(paicli.PaiError, "it needs a login: /mcp login notes$", self.refused_unseen)
+        self.assertEqual((n, []), (len(fake.sent("/registration")), self.asked))
         fake.pages = {"/token": fake.token}
         self.no_login("needs a login, but .* says it is None.*headers")
 
@@ -3404,6 +3410,12 @@ class TestOauth(Case):
         self.assertEqual(2, len(self.asked))
         self.fake.pages["/token"] = lambda form, headers: (200, {"error": "bad_code"})
         self.raises(paicli.PaiError, "bad_code", self.refused)
+
+    def test_an_issuer_that_forgot_us_gets_to_know_us_anew(self):
+        self.refused()
+        self.fake.pages["/token"] = lambda form, headers: refuse(401, "invalid_client")(0, 0) if form["client_id"] == "c1" else self.fake.token(0, 0)
+        self.assertTrue(self.refused())
+        self.assertEqual(["c1", "c2"], [asked["client_id"] for asked in self.asked])
 
     def test_those_refused_at_the_same_time_share_one_login(self):
         other, looked = self.oauth(), threading.Semaphore(0)
@@ -3522,6 +3534,8 @@ class TestMcp(Case):
             client.close()
         http = self.server(refuses(403, "no"))
         self.raises(paicli.HttpError, "403", paicli.McpClient(paicli.HttpTransport(self.http(), http.url)).connect)
+        http = self.server(*[refuses(405, "")] * 2)
+        self.raises(paicli.McpError, r"no MCP server at http://.*405.*HTTP\+SSE", paicli.McpClient(paicli.HttpTransport(self.http(), http.url)).connect)
 
         http = self.server(*[streams_then_waits()] * 2)
         client = paicli.McpClient(paicli.HttpTransport(self.http(), http.url), start_timeout_s=0.1)
@@ -3611,7 +3625,7 @@ class TestMcp(Case):
         wire.log.extend(["a", "Error: no key"])
         server, events = paicli.McpServer("s", {}, paicli.McpClient(wire, start_timeout_s=0.01), repr, lambda event: events.append(event["text"])), []
         server.start()
-        self.assertRegex(server.status(), r"no answer to initialize in 0.01 s\n    a\n    Error: no key$")
+        self.assertRegex(server.status(), r"no answer to initialize in 0.01 s \(startTimeout\)\n    a\n    Error: no key$")
         self.assertRegex(events[0], "^🔌 s: no answer to initialize")
 
     def manager(self, configs, events=None):
@@ -3635,21 +3649,27 @@ class TestMcp(Case):
         self.assertEqual({"list_resources": 3, "read_resource": 3, "echo": 1, "wait": 3, "ask": 3, "die": 3, "fail": 3},
                          {name[8:]: t.level for name, t in tools.items()})
         self.assertRegex(servers.status(), r"^● a +ready \| stdio \| 7 tools \| \d+ s \| PID \d+ \| 2026-07-28\n✗ gone +error .*No such file.*\n"
-                                           r"○ off +disabled \| stdio\n✗ bad .*the variable X is not set$")
+                                           r"○ off +disabled \| stdio\n✗ bad +error \| bad.command: the variable X is not set$")
         run = lambda name, **arguments: tools["mcp__a__" + name].run(arguments, paicli.Cancel())
         self.assertEqual("hi", run("echo", text="hi"))
-        self.assertEqual([("notice", "🔌 bad: bad.command: th"), ("notice", "🔌 gone: /no/such could"), ("wait", "🔌 a: 1")],
+        self.assertEqual([("notice", "🔌 bad: bad.command: th"), ("notice", "🔌 gone: /no/such could"), ("wait", "🔌 a: 1 of 4...")],
                          sorted((e["type"], e["text"][:22]) for e in events))
+        servers.find("a")._on_notification("notifications/progress", {"progress": 5, "message": "reading"})
+        self.assertEqual("🔌 a: 5 reading...", events[-1]["text"])
+        servers.find("a").since -= 7200
+        self.assertIn("| 7 tools | 120 min | PID", servers.status())
         self.raises(paicli.ToolError, "no such file", run, "fail")
         self.assertEqual(("memo://1  one", "memo of m:1"), (run("list_resources"), run("read_resource", uri="m:1")))
         self.assertIsNot(tools["mcp__a__echo"], servers.tools(0, paicli.Cancel())[2])       # list_changed came with echo
         self.raises(paicli.McpError, r"exited \(code 1\): Error: it ends here", run, "die")
-        self.assertIn("| the server exited (code 1)", servers.status())
+        self.assertRegex(servers.status(), r"✗ a +died \| stdio \| the next call starts it \| the server exited \(code 1\): Error: it ends here\n")
+        servers.find("off").error = "two\nlines"
+        self.assertIn("○ off              disabled | stdio | two\n    lines", servers.status())
         self.assertEqual("again", run("echo", text="again"))
         self.raises(paicli.McpError, "ends here", run, "die")
         self.raises(paicli.McpError, "started again soon", run, "echo", text="at once")
         self.assertRegex(servers.disable("a"), "○ a +disabled")
-        self.raises(paicli.McpError, "not ready .disabled", run, "echo", text="x")
+        self.raises(paicli.McpError, r"server a is not ready \(disabled\)$", run, "echo", text="x")
         self.assertEqual([], servers.tools(0, paicli.Cancel()))
         self.assertRegex(servers.restart("a") + servers.enable("a"), "ready.*ready")
         self.assertIn("it ends here", servers.logs("a"))
@@ -3658,6 +3678,18 @@ class TestMcp(Case):
         pid = servers.find("a").client.transport.popen.pid
         servers.close()
         self.raises(ProcessLookupError, "process", os.kill, pid, 0)
+
+    def test_a_server_that_is_silent_at_the_start_says_where_to_look(self):
+        client = paicli.McpClient(paicli.StdioTransport([sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]), start_timeout_s=0.2)
+        server = paicli.McpServer("s", {"command": "x"}, client, repr, print)
+        server.start()
+        self.assertRegex(server.status(), r"✗ s +error \| stdio \| no answer to initialize in 0.2 s \(startTimeout\)$")
+
+    def test_the_example_makes_sense(self):
+        servers = paicli.read_servers((HERE / "mcp.example.json").read_bytes(), {"PROJECT_DIR": "/p", "EXAMPLE_TOKEN": "t"}, True)
+        self.assertEqual((["filesystem", "remote", "retrieval"], []), (list(servers), [s for s in servers.values() if "error" in s]))
+        self.assertEqual(("/p", "Bearer t", "http://localhost:6333"), (
+            servers["filesystem"]["args"][-1], servers["remote"]["headers"]["Authorization"], servers["retrieval"]["env"]["QDRANT_URL"]))
 
     def test_the_configuration_is_filled_in_and_checked(self):
         read = lambda servers, is_own=True: paicli.read_servers(json.dumps({"mcpServers": servers}).encode(), {"A": "1;$(x)", "E": ""}, is_own)
@@ -3726,7 +3758,10 @@ class TestMcp(Case):
             return paicli.elicit(lambda question: self.questions.append(question) or answers.pop(0), {"message": "Who?", **params})
         schema = {"required": ["age"], "properties": {"name": {"type": "string", "default": "Ann"}, "age": {"type": "integer"}, "x": {"type": "boolean"}}}
         self.assertEqual({"action": "accept", "content": {"name": "Ann", "age": 5}}, asked("y", "", "five", "", "5", "", requestedSchema=schema))
-        self.assertEqual(6, len(self.questions))
+        self.assertEqual([
+            "❓ Who?\nYes, and tell it name, age, x? [y/N] ", "name (string; Enter: Ann): ", "age (integer): ",
+            'age should be of type integer, not "five"\nage (integer): ', "age should be of type integer, not null\nage (integer): ",
+            "x (boolean; one of yes, no; Enter: nothing): "], self.questions)
         self.assertEqual([{"action": "decline"}] * 2, [asked("", requestedSchema=schema), asked(None, requestedSchema=schema)])
         self.assertEqual({"action": "cancel"}, asked("y", None, requestedSchema=schema))
         self.assertEqual(["accept", "decline"], [asked(a, mode="url", url="http://x")["action"] for a in ("y", None)])
@@ -3735,6 +3770,22 @@ class TestMcp(Case):
         self.assertNotRegex("".join(self.questions), "[\x1b\u202e]|\n⚠️|x{5000}")
         self.assertEqual({"action": "accept", "content": {}}, asked("y", requestedSchema={"properties": [5]}))
         self.assertEqual("a\n    b", paicli.quotation("a\nb"))
+
+
+    def test_a_choice_is_made_by_its_title(self):
+        titled = [{"const": "h1", "title": "Superman"}, {"const": "h2", "title": "Super"}]
+        fields = {"sure": ({"type": "boolean"}, "one of yes, no", ("Y", True), ("NO", False), ("true", True)),
+                  "size": ({"type": "integer", "enum": [3, 12]}, "one of 3, 12", ("3", 3), ("1", 12)),
+                  "hero": ({"oneOf": titled, "description": "Who?"}, "Who?; one of Superman, Super", ("superm", "h1"), ("super", "h2"), ("h1", "h1")),
+                  "pet": ({"enum": ["p1", "p2"], "enumNames": ["Cat", "Dog"], "default": "p2"}, "one of Cat, Dog; Enter: Dog", ("d", "p2"), ("", "p2")),
+                  "fish": ({"type": "array", "items": {"anyOf": titled}, "default": ["h2", "h1"]}, "Enter: Super, Superman", ("h1, Super", ["h1", "h2"]), ("", ["h2", "h1"]))}
+        for name, (field, question, *cases) in fields.items():
+            for typed, value in cases:
+                questions, answers = [], ["y", "batman", typed]
+                params = {"requestedSchema": {"properties": {name: field}, "required": [name]}}
+                self.assertEqual({name: value}, paicli.elicit(lambda q: questions.append(q) or answers.pop(0), params)["content"])
+                self.assertIn(question, questions[1])
+                self.assertRegex(questions[2], "^'batman' is none of .*\n" + name)
 
 
 # ---- 12 --------------------------------------------------------------------------------------------
@@ -4904,11 +4955,14 @@ class TestCommands(Case):
         self.mcp_json("home", "dual", autoApprove=["echo"])
         app = self.app()
         self.assertRegex(paicli.run_command(app, "/mcp"), "^● fake +ready ")
-        self.assertEqual(["  @fake:memo://1  ", "  @fake:greet?who=...  "], [paicli.manage_servers(app, what + " fake") for what in ("resources", "prompts")])
+        self.assertEqual("🔌 Waiting for MCP servers...", app.events.get(timeout=5)["text"])
+        self.assertEqual(["  @fake:memo://1  ", "  @fake:greet?who=...&[how=...]  "],
+                         [paicli.manage_servers(app, what + " fake").split("it names:\n")[1] for what in ("resources", "prompts")])
         self.assertRegex(paicli.manage_servers(app, "disable fake") + paicli.manage_servers(app, "restart fake"), "disabled.*\n?.*ready")
-        self.assertEqual("It wrote nothing to its stderr.", paicli.manage_servers(app, "logs fake"))
+        self.assertEqual("Nothing is logged.", paicli.manage_servers(app, "logs fake"))
         self.raises(paicli.ConfigError, "no MCP server 'fak'; did you mean fake", paicli.manage_servers, app, "logs fak")
-        self.raises(paicli.ConfigError, "^usage: /mcp", paicli.manage_servers, app, "fake")
+        for typed in ("fake", "logs", "restrat fake"):
+            self.raises(paicli.ConfigError, "^usage: /mcp", paicli.manage_servers, app, typed)
         model = app.agent.model = ScriptedModel(reply_of(call("mcp__fake__echo", {"text": "over there"})), paicli.Reply("done", "", [], paicli.Usage(1, 1), "stop"))
         self.assertEqual("done", app.run_turn("use it with @fake:memo://1, and @fake:greet?who=Ann."))
         self.assertIn("memo of memo://1", model.sent[0][-1]["content"])
@@ -4945,14 +4999,14 @@ class TestCommands(Case):
         app = self.app(DISPLAY=":0")
         app.ask = lambda question, cancel: questions.append(question) or answers.pop(0)
         questions = []
-        self.assertRegex(paicli.run_command(app, "/mcp"), "(?m)^✗ far .*: /mcp login NAME$")
+        self.assertRegex(paicli.run_command(app, "/mcp"), "(?m)^✗ far .*: /mcp login far$")
         self.assertEqual([], questions)                   # in the background nobody is asked
-        for wanted in ("it needs a login", "it needs a login", "^● far "):
+        for wanted in ("it needs a login: /mcp login NAME, in a terminal$", "it needs a login: /mcp login NAME$", "^● far "):
             self.assertRegex(paicli.run_command(app, "/mcp login far"), wanted)
         self.assertRegex(questions[0], f"log in at {fake.issuer[7:]}. Open")
-        self.assertIn(f"Log in here: {fake.issuer}/authorization?", next(e["text"] for e in iter(app.events.get, None) if e["type"] == "notice"))
+        self.assertIn(f"Log in here: {fake.issuer}/authorization?", next(e["text"] for e in iter(app.events.get, None) if "Log" in e["text"]))
         self.assertRegex(paicli.run_command(self.app(), "/mcp"), "(?m)^● far ")
-        self.assertRegex(paicli.run_command(app, "/mcp logout far"), "^○ far ")
+        self.assertRegex(paicli.run_command(app, "/mcp logout far"), "^○ far .*logged out; /mcp login far logs in again$")
         self.assertRegex(paicli.run_command(self.app(), "/mcp"), "(?m)^✗ far ")
         self.raises(paicli.ConfigError, "local is a program", paicli.manage_servers, app, "login local")
 
@@ -4966,23 +5020,32 @@ class TestCommands(Case):
         questions = []
         app.trust = paicli.Trust(self.path("home/trust"), lambda question, cancel: questions.append(question) or "y")
         self.assertEqual(("legacy", None), (paicli.load_servers(app)["fake"]["args"][-1], paicli.load_servers(app)["fake"].get("autoApprove")))
-        self.assertRegex(questions[0], "would start programs .* in place of yours of the same name: fake")
+        self.assertRegex(questions[0], r"would start programs .*named like yours \(fake\) would take its place")
         self.write("home/mcp.json", "{")
         paicli.load_servers(app)
         self.assertRegex(app.notices[-1], "home/mcp.json is not loaded: it should be")
 
+    def test_a_turn_tells_of_servers_that_are_not_ready(self):
+        self.write("home/mcp.json", json.dumps({"mcpServers": {"gone": {"command": "/no/such"}, "off": {"command": "x", "disabled": True}}}))
+        app = self.app()
+        for _ in range(2):
+            paicli.refresh_tools(app, paicli.Cancel())
+        told = [app.events.get(timeout=5)["text"] for _ in range(app.events.qsize())]
+        self.assertRegex("\n".join(told), "^🔌 Waiting for MCP servers...\n🔌 gone: /no/such could not be started: .*$")
+
     def test_a_server_may_ask_the_model_if_the_person_agrees(self):
-        app, said = self.app(), iter(("n", "y"))
+        app, said = self.app(), iter(("n", None, "y"))
         app.ask = lambda question, cancel: questions.append(question) or next(said)
         questions, model = [], ScriptedModel(paicli.Reply("four", "", [], paicli.Usage(1, 1), "stop"))
         app.agent.model = model
         asked = {"systemPrompt": "count", "messages": [{"role": "user", "content": {"type": "text", "text": "2+2?"}}]}
         server = paicli.make_server(app, {}, "s", {"url": "http://127.0.0.1:1/"})
         self.raises(paicli.McpError, "said no", server.client.handlers["sampling/createMessage"], asked)
+        self.raises(paicli.McpError, "nobody is there", paicli.sample, app, "s", asked)
         self.assertEqual({"type": "text", "text": "four"}, paicli.sample(app, "s", asked)["content"])
         self.assertEqual([[{"role": "system", "content": "count"}, {"role": "user", "content": "2+2?"}]], model.sent)
         self.assertRegex(questions[1], r"server s asks your model:\n    2\+2\?")
-        self.assertEqual("file://" + self.folder, server.client.handlers["roots/list"]({})["roots"][0]["uri"])
+        self.assertEqual([{"uri": "file://" + self.folder, "name": os.path.basename(self.folder)}], server.client.handlers["roots/list"]({})["roots"])
         path = paicli.save_content(self.path("home"), b"x", "image/svg+xml")
         self.assertRegex(path, r"home/mcp-files/[0-9a-f]{12}\.svg$")
         self.assertEqual("x", app.files.load(path)[1].text)
@@ -5900,7 +5963,7 @@ def conformance(url):
     http = paicli.Http()
 
     def ask(question):                   # the person: agrees, takes each default
-        return "y" if "[y/N]" in question else "" if "default" in question else "true"
+        return "y" if "[y/N]" in question else "" if re.search("Enter: (?!nothing)", question) else "true"
 
     def authorize(page, cancel):         # the browser: is sent on at once
         try:
