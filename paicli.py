@@ -558,8 +558,11 @@ def sse_events(lines: Iterable[bytes], marks: dict | None = None) -> Iterator[tu
     An event that ends with the stream is given too; whoever parses its data notices if it was cut.
     Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
     """
-    name, data = "", []
+    name, data, n_bytes = "", [], 0
     for raw in itertools.chain(lines, [b""]):             # the end counts as an empty line
+        n_bytes += len(raw)
+        if n_bytes > 2 * MAX_LINE_BYTES:
+            raise http.client.HTTPException("an event of the stream has no end")
         line = raw.decode("utf-8", "replace").removeprefix("\ufeff").rstrip("\r\n")
         field, _, value = line.partition(":")
         if field == "data":
@@ -571,7 +574,7 @@ def sse_events(lines: Iterable[bytes], marks: dict | None = None) -> Iterator[tu
         elif not line:
             if data:
                 yield name or "message", "\n".join(data)
-            name, data = "", []
+            name, data, n_bytes = "", [], 0
 
 
 class Http:
@@ -5412,8 +5415,8 @@ class OAuth:
 
     def header(self, url: str) -> str | None:
         """Return the Authorization for requests to this server, None without a token."""
-        token = self._records.get(url, {}).get("token")
-        return token and "Bearer " + token["access_token"]
+        token = _get(_get(self._records.get(url), "token", dict), "access_token", str)
+        return token and "Bearer " + token
 
     def on_refusal(self, url: str, status: int, www_authenticate: str, cancel: Cancel) -> bool:
         """Get a better token, True if the request may now pass.  Raises PaiError, Cancelled."""
@@ -5433,8 +5436,9 @@ class OAuth:
         self._save(url, {})
 
     def _load(self):
-        with contextlib.suppress(ValueError, TypeError):  # no file yet, or a damaged one
-            self._records.update(json.loads(read_text(self._path)))
+        with contextlib.suppress(ValueError, AttributeError):       # no file yet, or a damaged one
+            found = json.loads(read_text(self._path))
+            self._records.update({k: r for k, r in found.items() if isinstance(r, dict)})
 
     def _save(self, url, record):
         with self._lock, contextlib.suppress(OSError):    # a full disk: then for this run only
@@ -5985,10 +5989,13 @@ def _typed(field, text):
 
 # What an entry of mcp.json must look like; every text in it may hold ${VAR} and ${VAR:-default}.
 _TEXTS = {"type": "array", "items": _TEXT}
+_OAUTH = {**_OBJECT, "properties": {
+    "clientId": _TEXT, "clientSecret": _TEXT, "clientMetadataUrl": _TEXT, "grantType": _TEXT,
+    "callbackPort": {"type": "integer"}}}
 _SERVER = {**_OBJECT, "properties": {
     "type": {"enum": ["stdio", "http", "streamable-http", "streamableHttp"]},
     "command": _TEXT, "args": _TEXTS, "env": _OBJECT, "cwd": _TEXT, "url": _TEXT,
-    "headers": _OBJECT, "oauth": _OBJECT, "disabled": {"type": "boolean"},
+    "headers": _OBJECT, "oauth": _OAUTH, "disabled": {"type": "boolean"},
     "timeout": {"type": "number"}, "startTimeout": {"type": "number"}, "autoApprove": _TEXTS}}
 
 
@@ -6029,6 +6036,8 @@ def _checked_server(name, entry, variables):
             raise ToolError(f"{name}.{key} should be a number above 0")
         if entry.get(key, 0) >= 1000:
             entry[key] /= 1000
+    if not 0 < entry.get("oauth", {}).get("callbackPort", 1) < 65536:
+        raise ToolError(f"{name}.oauth.callbackPort should be a number from 1 to 65535")
     for key in ("env", "headers"):
         for variable, value in entry.get(key, {}).items():
             check_value(_TEXT, value, f"{name}.{key}.{variable}")

@@ -22,6 +22,7 @@ import collections
 import contextlib
 import functools
 import hashlib
+import http.client
 import http.server
 import importlib
 import inspect
@@ -753,6 +754,11 @@ class TestHttp(Case):
     def get(self, url, **options):
         with self.client.open("GET", url, **options) as reply:
             return reply.read()
+
+    def test_an_event_without_an_end_is_broken_off(self):
+        with smaller(paicli.Http, "MAX_LINE_BYTES", 1000):
+            self.raises(http.client.HTTPException, "no end", list, paicli.sse_events([b"data: x\n"] * 1000))
+            self.assertEqual(500, len(list(paicli.sse_events([b"data: x\n", b"\n"] * 500))))
 
     def test_json_goes_there_and_back(self):
         server = self.server(refuses(200, {"a": [1]}), refuses(200, {"b": 2}))
@@ -3455,8 +3461,10 @@ class TestOauth(Case):
         self.assertEqual(0o600 if POSIX else 0, stat.S_IMODE(os.stat(path).st_mode) if POSIX else 0)
         self.auth.logout(self.fake.url)
         self.assertEqual([None, None], [self.auth.header(self.fake.url), self.oauth().header(self.fake.url)])
-        self.write("mcp-auth.json", "[1")
-        self.auth = self.oauth()
+        for damaged in ("[1", "[1]", json.dumps({self.fake.url: 5}), json.dumps({self.fake.url: {"token": 5}}), json.dumps({self.fake.url: {"token": {}}})):
+            self.write("mcp-auth.json", damaged)
+            self.auth = self.oauth()
+            self.assertIsNone(self.auth.header(self.fake.url))
         os.remove(path), os.mkdir(path)                   # it can't be written: then for this run only
         self.assertEqual((True, "Bearer t2"), (self.refused(), self.auth.header(self.fake.url)))
 
@@ -3701,7 +3709,8 @@ class TestMcp(Case):
             self.assertRegex(read({"s": entry, "t": {"command": "ok"}})["s"]["error"], "^" + error)
         self.assertEqual({"command": "x"}, read({"s": {"command": "x", "autoApprove": ["t"]}}, False)["s"])
         for more, error in (({"timeout": -1}, "s.timeout should be a number"), ({"startTimeout": math.nan}, "s.startTimeout should"), ({"timeout": 1e300}, "s.timeout"),
-                            ({"env": {"PORT": 80}}, "s.env.PORT should be of type string, not 80"), ({"headers": {"A": [1]}}, "s.headers.A should be of type string")):
+                            ({"env": {"PORT": 80}}, "s.env.PORT should be of type string, not 80"), ({"headers": {"A": [1]}}, "s.headers.A should be of type string"),
+                            ({"oauth": {"callbackPort": 99999}}, "s.oauth.callbackPort should be a number from"), ({"oauth": {"clientId": 5}}, "s.oauth.clientId should")):
             self.assertRegex(read({"s": {"command": "x", **more}})["s"]["error"], "^" + error)
         deep = b'{"mcpServers": {"s": {"command": "x", "oauth": ' + b'{"a":' * 400 + b"1" + b"}" * 400 + b"}}}"
         self.assertEqual(["s"], list(paicli.read_servers(deep, {}, True)))
