@@ -3189,8 +3189,8 @@ _UNSEEN = set("""audio button canvas dialog iframe noscript object script select
     textarea title video""".split())
 # Classes, ids and roles of what is not what the page is about.
 _ASIDE = r"""(?xi) (?!(?:has|with|no|is)[-_]) (?: [\w-]*
-    (?: breadcrumb | editsection | headerlink | masthead | navbar | navfooter | navheader | sidebar
-      ) [\w-]* | (?:\w+[-_])? (?: ads? | banner | bottomlang | complementary | contentinfo | cookies?
+    (?: breadcrumb | editsection | headerlink | masthead | navbar | navfooter | navheader | permalink
+      | sidebar ) [\w-]* | \w*nav | (?:\w+[-_])? (?: ads? | banner | bottomlang | complementary | contentinfo | cookies?
       | footer | linenos? | menu | menubar | nav | navigation | newsletter | page-header | pager
       | pagination | promo | related | search | share | skip | social | toplang
       ) (?: [-_] (?: bar | links? | list ))? )"""
@@ -3229,8 +3229,8 @@ class HtmlReader:
             self._base = absolute_url(self._base, attributes.get("href", "")) or self._base
         elif tag == "br":
             self.text("\n") if self._is_in("pre") else self._pieces.append("\n")
-        elif tag == "img" and attributes.get("alt", "").strip():
-            self.text(f"[image: {attributes['alt'].strip()}]")
+        elif tag == "img" and re.search(r"\w", attributes.get("alt", "")):
+            self.text(f"(image: {attributes['alt'].strip()})")
         elif tag not in _VOID and len(self._open) < _MAX_DEPTH:
             self._open.append((tag, attributes, len(self._pieces)))
 
@@ -3267,7 +3267,7 @@ class HtmlReader:
         """What an element is as Markdown, with what is in it.  Keeps the title and main parts."""
         if tag == "title" and not self._is_in("svg"):
             self.title = self.title or " ".join(inside.split())
-        if self._is_left_out(tag, attributes):
+        if self._is_left_out(tag, attributes, inside):
             return ""
         if self._is_in("pre"):
             return inside + _LINE * (tag in _BLOCKS and not inside.endswith(_LINE))
@@ -3279,7 +3279,7 @@ class HtmlReader:
             return _link(absolute_url(self._base, attributes.get("href", "")), inside)
         return _markdown_of(tag, inside)
 
-    def _is_left_out(self, tag, attributes):
+    def _is_left_out(self, tag, attributes, inside):
         """True for what nobody sees, and for navigation and the like."""
         if tag in _UNSEEN or "hidden" in attributes or attributes.get("aria-hidden") == "true" \
                 or re.search(r"display:\s*none", attributes.get("style", "")):
@@ -3289,7 +3289,9 @@ class HtmlReader:
         names = [attributes.get("role", ""), *attributes.get("class", "").split()[:20]]
         names += [attributes.get("id", "")] * (tag != "section")        # there it is a heading's
         is_around = tag in ("aside", "header", "footer") and not self._is_in("main", "article")
-        return tag == "nav" or is_around or any(re.fullmatch(_ASIDE, name[:60]) for name in names)
+        is_named = is_around or any(re.fullmatch(_ASIDE, name[:60]) for name in names)
+        n_said, n_linked = _letters(inside) if is_named else (0, 0)
+        return tag == "nav" or is_named and n_said < max(200, 2 * n_linked)    # some "sidebars" tell
 
 
 def _markdown_of(tag, inside):
@@ -3342,11 +3344,16 @@ def _tidy(text):
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
 
 
+def _letters(text):
+    """-> (how many letters of a text are in no link, and how many in the text of one)"""
+    link = r"\[([^\[\]]*)\]\([^()\s]*\)"
+    return len(re.sub(link + r"|\W", "", text)), len("".join(re.findall(link, text)))
+
+
 def _without_menus(text):
     """The text without blocks at its beginning and its end that are mostly links."""
     blocks = text.split("\n\n")
-    said = [i for i, block in enumerate(blocks) if 2 * len(re.sub(r"\[[^\]]*\]\(\S*\)|\W", "", block))
-            > len("".join(re.findall(r"\[([^\]]*)\]\(", block)))]
+    said = [i for i, block in enumerate(blocks) if operator.ge(*_letters(block))]
     return "\n\n".join(blocks[said[0]:said[-1] + 1]) if said else text
 
 
