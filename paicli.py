@@ -654,7 +654,7 @@ class Http:
             connection.set_tunnel(url.hostname, url.port or 443, _proxy_login(proxy))
         asked = url.port or (443 if url.scheme == "https" else 80)
         addresses = self._resolve and self._resolve(url.hostname, asked, bool(proxy))
-        if addresses and not proxy:      # these, and not what a second look-up of the name gives
+        if self._resolve and not proxy:  # to these, and not to what a second look-up may give
             connection.sock = _dial(addresses, port, timeout_s)
             if url.scheme == "https":    # the certificate must still be the name's
                 connection.sock = self._tls.wrap_socket(connection.sock,
@@ -3126,7 +3126,7 @@ MAX_REDIRECTS = 5
 
 def look_up(host: str, is_proxied: bool = False) -> list[str]:
     """Return the addresses of a host; if a proxy will look it up, only those it spells out."""
-    host = host.rstrip(".")
+    host = host.rstrip(".").partition("%")[0]             # no zone: that is local anyway
     flags = socket.AI_NUMERICHOST if is_proxied and not is_loopback(host) else 0
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
@@ -3151,8 +3151,8 @@ def is_public(address: str) -> bool:
 
 # ---- from bytes to text
 
-# Only these: what else Python can decode (base64, punycode) is no charset, or takes for ever.
-_CHARSET = r"(?i)utf.?(8|16)|us-ascii|iso.?(8859|2022)|windows|cp\d|koi8|mac|gb|big5|euc|s\w*jis|ks_c"
+# What else Python can decode (base64, punycode) is no charset, or takes for ever.
+_CHARSET = r"(?i)utf.?(8|16)|us-ascii|iso.?(8859|2022)|windows|cp\d|koi8|gb|big5|euc|s\w*jis|ks_c"
 _WIDER = {"iso-8859-1": "cp1252", "us-ascii": "cp1252", "gb2312": "gb18030", "gbk": "gb18030",
           "shift_jis": "cp932", "euc-kr": "cp949"}        # what browsers take these for
 
@@ -3187,13 +3187,12 @@ _ENDS = {"li": ({"li"}, {"ul", "ol"}), "dt": ({"dt", "dd"}, {"dl"}), "dd": ({"dt
          "a": ({"a"}, _BLOCKS)}
 _UNSEEN = set("""audio button canvas dialog iframe noscript object script select style svg template
     textarea title video""".split())
-# Classes, ids and roles of what is not what the page is about.
-_ASIDE = r"""(?xi) (?!(?:has|with|no|is)[-_]) (?: [\w-]*
-    (?: breadcrumb | editsection | headerlink | masthead | navbar | navfooter | navheader | permalink
-      | sidebar ) [\w-]* | \w*nav | (?:\w+[-_])? (?: ads? | banner | bottomlang | complementary | contentinfo | cookies?
-      | footer | linenos? | menu | menubar | nav | navigation | newsletter | page-header | pager
-      | pagination | promo | related | search | share | skip | social | toplang
-      ) (?: [-_] (?: bar | links? | list ))? )"""
+# Classes, ids and roles of what a page is not about.
+_ASIDE = r"""(?xi) (?!(?:has|with|no|is)[-_]) (?: [\w-]* (?: breadcrumb | editsection | headerlink
+    | masthead | navbar | navfooter | navheader | permalink | sidebar ) [\w-]* | \w*nav
+    | (?:\w+[-_])? (?: ads? | banner | bottomlang | complementary | contentinfo | cookies? | footer
+      | linenos? | menu | menubar | navigation | newsletter | page-header | pager | pagination | promo
+      | related | search | share | skip | social | toplang ) (?:[-_](?: bar | links? | list | nav ))? )"""
 # Line ends and spaces that shall stay, the mark of a list item, the beginning of a table cell.
 _LINE, _SPACE, _ITEM, _CELL = "\x01", "\x02", "\x03", "\x04"
 
@@ -3201,25 +3200,10 @@ _LINE, _SPACE, _ITEM, _CELL = "\x01", "\x02", "\x03", "\x04"
 class HtmlReader:
     """Takes the tags and texts of a page; where an element ends, its inside becomes Markdown."""
 
-    def __init__(self, url: str, has_asides: bool):
-        self.title, self.main, self.articles = "", [], []               # found on the way
-        self._base, self._has_asides = url, has_asides
+    def __init__(self, url: str):
+        self.title, self.main, self.articles, self.asides = "", [], [], []      # found on the way
+        self._base, self._pieces = url, []
         self._open = [("html", {}, 0)]   # (tag, attributes, where its pieces begin), innermost last
-        self._pieces = []
-
-    def read(self, page: str, cancel: Cancel) -> str:
-        """Take a whole page; return its body."""
-        from html.parser import HTMLParser                # slow to import, so only where needed
-        parser = HTMLParser()
-        parser.handle_starttag, parser.handle_endtag = self.start, self.end
-        parser.handle_data = self.text
-        for i in range(0, len(page), 1 << 18):
-            cancel.check()
-            parser.feed(page[i:i + (1 << 18)])
-        # Not close(): it looks for the end of each "<!--" that has none, which may take hours.
-        parser.feed("\n")
-        self._close(1)
-        return "".join(self._pieces)
 
     def start(self, tag: str, attributes: list) -> None:
         """Take a start tag."""
@@ -3228,7 +3212,7 @@ class HtmlReader:
         if tag == "base":
             self._base = absolute_url(self._base, attributes.get("href", "")) or self._base
         elif tag == "br":
-            self.text("\n") if self._is_in("pre") else self._pieces.append("\n")
+            self._pieces.append(_LINE if self._is_in("pre") else "\n")
         elif tag == "img" and re.search(r"\w", attributes.get("alt", "")):
             self.text(f"(image: {attributes['alt'].strip()})")
         elif tag not in _VOID and len(self._open) < _MAX_DEPTH:
@@ -3236,26 +3220,31 @@ class HtmlReader:
 
     def end(self, tag: str) -> None:
         """Take an end tag; one that ends nothing is nothing."""
-        table = {"tr", "td", "th"}
-        self._end({tag}, {"table"} if tag in table else () if tag == "table" else
-                  table if tag in _BLOCKS else _BLOCKS)
+        cells = {"tr", "td", "th"}
+        self._end({tag}, {"table"} if tag in cells else () if tag == "table" else
+                  cells if tag in _BLOCKS else _BLOCKS)
 
     def text(self, text: str) -> None:
         """Take a text."""
-        self._pieces.append(text.replace("\n", _LINE).replace(" ", _SPACE) if self._is_in("pre")
-                            else re.sub(r"\s+", " ", text))
+        if self._is_in("pre"):
+            text = re.sub(r"[^\S\n]", _SPACE, text.expandtabs()).replace("\n", _LINE)
+        self._pieces.append(re.sub(r"\s+", " ", text))
+
+    def rest(self) -> str:
+        """End what is still open; return the page without asides."""
+        self._close(1)
+        return "".join(self._pieces)
 
     def _is_in(self, *names):
-        return any(tag in names or attributes.get("role") in names for tag, attributes, _ in self._open)
+        return any(tag in names or a.get("role") in names for tag, a, _ in self._open)
 
     def _end(self, tags, scope):
         """End the innermost of these elements, unless one of `scope` is open within it."""
         for i in range(len(self._open) - 1, 0, -1):
             if self._open[i][0] in tags:
-                self._close(i)
-                return
+                return self._close(i)
             if self._open[i][0] in scope:
-                return
+                return None
 
     def _close(self, i):
         while len(self._open) > i:
@@ -3264,13 +3253,17 @@ class HtmlReader:
             self._pieces[begin:] = [self._markdown(tag, attributes, inside)]
 
     def _markdown(self, tag, attributes, inside):
-        """What an element is as Markdown, with what is in it.  Keeps the title and main parts."""
+        """An element as Markdown, with what is in it; title, main parts and asides are noted."""
         if tag == "title" and not self._is_in("svg"):
             self.title = self.title or " ".join(inside.split())
-        if self._is_left_out(tag, attributes, inside):
+        if (tag in _UNSEEN or "hidden" in attributes or attributes.get("aria-hidden") == "true"
+                or re.search(r"display:\s*none", attributes.get("style", ""))):
             return ""
         if self._is_in("pre"):
             return inside + _LINE * (tag in _BLOCKS and not inside.endswith(_LINE))
+        if self._is_aside(tag, attributes, inside):
+            self.asides.append(inside)
+            return ""
         if tag == "main" or attributes.get("role") == "main":
             self.main.append(inside)
         elif tag == "article" and not self._is_in("article"):
@@ -3279,28 +3272,25 @@ class HtmlReader:
             return _link(absolute_url(self._base, attributes.get("href", "")), inside)
         return _markdown_of(tag, inside)
 
-    def _is_left_out(self, tag, attributes, inside):
-        """True for what nobody sees, and for navigation and the like."""
-        if tag in _UNSEEN or "hidden" in attributes or attributes.get("aria-hidden") == "true" \
-                or re.search(r"display:\s*none", attributes.get("style", "")):
-            return True
-        if self._has_asides or tag in ("html", "body"):
-            return False
+    def _is_aside(self, tag, attributes, inside):
+        """True for navigation and the like; a "sidebar" that tells something is none."""
         names = [attributes.get("role", ""), *attributes.get("class", "").split()[:20]]
         names += [attributes.get("id", "")] * (tag != "section")        # there it is a heading's
         is_around = tag in ("aside", "header", "footer") and not self._is_in("main", "article")
-        is_named = is_around or any(re.fullmatch(_ASIDE, name[:60]) for name in names)
-        n_said, n_linked = _letters(inside) if is_named else (0, 0)
-        return tag == "nav" or is_named and n_said < max(200, 2 * n_linked)    # some "sidebars" tell
+        if not is_around and not any(re.fullmatch(_ASIDE, name[:60]) for name in [tag, *names]):
+            return False
+        n_said, n_linked = _letters(inside)
+        return tag not in ("html", "body") and (tag == "nav" or n_said < max(200, 2 * n_linked))
 
 
 def _markdown_of(tag, inside):
     """What is in an element, as this element."""
     if tag in ("li", "dt", "dd"):
-        return "\n" + (_SPACE * 2 if tag == "dd" else _ITEM) + re.sub(r"\n(?!\n)", "\n" + _SPACE * 2, _tidy(inside))
+        first, indent = (_SPACE * 2 if tag == "dd" else _ITEM), _SPACE * 2
+        return "\n" + first + re.sub(r"\n(?!\n)", "\n" + indent, _tidy(inside))
     if tag in ("ul", "ol", "dl"):
-        numbers = itertools.count(1)
-        return "\n" + re.sub(_ITEM, lambda _: f"{next(numbers)}. " if tag == "ol" else "- ", inside) + "\n\n"
+        marks = (f"{n}. " if tag == "ol" else "- " for n in itertools.count(1))
+        return "\n" + re.sub(_ITEM, lambda match: next(marks), inside) + "\n\n"
     if tag in ("code", "tt", "kbd", "samp"):
         is_plain = inside.strip() and not re.search(r"[\n`]|\]\(", inside)
         return f"`{inside.strip()}`" if is_plain else inside
@@ -3325,7 +3315,8 @@ def _markdown_of(tag, inside):
 def _row(inside):
     """Cells with short text are a row; others lay out a page, and come one below the other."""
     cells = inside.split(_CELL)[1:]
-    if len(cells) < 2 or len(inside) > 1000 or re.search(rf"(?m){_LINE}|^#+ |^\|", inside):
+    if len(cells) < 2 or len(inside) > 1000 or re.search(
+            rf"(?m){_LINE}|(?:^|{_CELL})(?:#+ |\| )", inside):
         return "\n\n" + "\n\n".join(cells) + "\n\n"
     return "\n| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
 
@@ -3334,7 +3325,7 @@ def _link(url, inside):
     """[text](URL), around the first line if there are several, as in a card of a front page."""
     head, text, tail = re.match(r"([#>\s]*)([^\n]*)(.*)", inside, re.S).groups()
     if not re.search(r"\w", text) or not url or "](" in text:
-        return inside if re.search(r"\w", inside) else "" # "¶" leads to the heading it stands in
+        return inside if re.search(r"\w", inside) else ""         # "¶" is a link to itself
     return f"{head}[{text.rstrip()}]({url}){' ' * text[-1].isspace()}{tail}"
 
 
@@ -3347,13 +3338,14 @@ def _tidy(text):
 def _letters(text):
     """-> (how many letters of a text are in no link, and how many in the text of one)"""
     link = r"\[([^\[\]]*)\]\([^()\s]*\)"
-    return len(re.sub(link + r"|\W", "", text)), len("".join(re.findall(link, text)))
+    said, linked = re.sub(link + r"|\W", "", text), "".join(re.findall(link, text))
+    return len(said.encode()), len(linked.encode())       # bytes: a Chinese letter says more
 
 
 def _without_menus(text):
     """The text without blocks at its beginning and its end that are mostly links."""
     blocks = text.split("\n\n")
-    said = [i for i, block in enumerate(blocks) if operator.ge(*_letters(block))]
+    said = [i for i, block in enumerate(blocks) if operator.gt(*_letters(block))]
     return "\n\n".join(blocks[said[0]:said[-1] + 1]) if said else text
 
 
@@ -3371,21 +3363,22 @@ def html_to_markdown(page: str, url: str, cancel: Cancel | None = None) -> tuple
 
     The first of these that is more than a line: <main>, the articles, all but asides, all.
     """
-    page = re.sub("[\0-\4]|(?<=<!)\\[", "", page)        # a marked section may raise an error
-    for has_asides in (False, True):
-        reader = HtmlReader(url, has_asides)
-        rest = reader.read(page, cancel or Cancel())
-        for text in ("\n\n".join(reader.main), "\n\n".join(reader.articles), _without_menus(rest)):
-            if len(text) >= 100:
-                return reader.title, _unhidden(text)
-    return reader.title, _unhidden(rest)
-
-
-def _unhidden(text):
-    """The text with hidden line ends and spaces shown, each line with the indent of its first."""
-    lines = (line.replace(_LINE, "\n" + re.match(f"[{_SPACE}> ]*", line)[0])
-             for line in _tidy(text).replace(_ITEM, "- ").replace(_CELL, "").split("\n"))
-    return "\n".join(lines).replace(_SPACE, " ")
+    from html.parser import HTMLParser                    # slow to import, so only where needed
+    reader, parser = HtmlReader(url), HTMLParser()
+    parser.handle_starttag, parser.handle_endtag = reader.start, reader.end
+    parser.handle_data = reader.text
+    page = re.sub("[\0-\4\r]|(?<=<!)\\[", "", page)       # a marked section may raise an error
+    for i in range(0, len(page), 1 << 18):
+        (cancel or Cancel()).check()
+        parser.feed(page[i:i + (1 << 18)])
+    parser.feed("\n")                    # not close(): that tries each "<!--" without end, for hours
+    rest = reader.rest()
+    found = ["\n\n".join(reader.main), "\n\n".join(reader.articles), _without_menus(rest)]
+    text = next((t for t in found if len(t) >= 100), "\n\n".join([rest, *reader.asides]))
+    # What was hidden is shown again, each line with the indent of the first.
+    lines = [line.replace(_LINE, "\n" + re.match(f"[{_SPACE}> ]*", line)[0])
+             for line in _tidy(text).replace(_ITEM, "- ").replace(_CELL, "").split("\n")]
+    return reader.title, "\n".join(lines).replace(_SPACE, " ")
 
 
 def from_web(source: str, text: str) -> str:
@@ -3396,27 +3389,27 @@ def from_web(source: str, text: str) -> str:
 
 # ---- the tools
 
-# Where a service keeps its results; its names for title, URL, text, date; what to do if it fails.
+# The variable that sets a service up; where it keeps its results; its names for title, URL, text and
+# date; what to do if it fails.
 SEARCH_SERVICES = {
-    "searxng": ("results", "title", "url", "content", "publishedDate",
+    "searxng": ("SEARXNG_URL", "results", "title", "url", "content", "publishedDate",
                 "is SEARXNG_URL right, and has its settings.yml json among search: formats?"),
-    "serpapi": ("organic_results", "title", "link", "snippet", "date", "check SERPAPI_KEY"),
-    "zhipu": ("search_result", "title", "link", "content", "publish_date", "check GLM_API_KEY")}
-IMAGE_MODELS = {"glm": "glm:glm-image", "openai": "openai:gpt-image-1"}
-IMAGE_STARTS = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"RIFF": ".webp"}
-MAX_IMAGE_BYTES = 30 << 20
+    "serpapi": ("SERPAPI_KEY", "organic_results", "title", "link", "snippet", "date",
+                "check SERPAPI_KEY"),
+    "zhipu": ("GLM_API_KEY", "search_result", "title", "link", "content", "publish_date",
+              "check GLM_API_KEY")}
+IMAGE_MODELS = {"GLM_API_KEY": "glm:glm-image", "OPENAI_API_KEY": "openai:gpt-image-1"}
+IMAGE_STARTS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"RIFF": "webp"}
 
 
 class WebTools:
-    """The web as tools of the model.  PAICLI_WEB_HOSTS allows hosts (HOST or HOST:PORT) that are
-    not public."""
+    """The web as tools of the model.  PAICLI_WEB_HOSTS allows hosts, public or not."""
 
-    def __init__(self, config: Config, http: Http, workspace: Workspace,
-                 save: Callable[[str, bytes], None] = atomic_write,
+    def __init__(self, config: Config, http: Http, save: Callable[[str, bytes], None] = atomic_write,
                  look_up_host: Callable[[str, bool], list[str]] | None = None,
-                 serpapi_url: str = "https://serpapi.com"):
-        self._config, self._workspace, self._save = config, workspace, save
-        self._http, self._serpapi_url = http, serpapi_url
+                 serpapi_url: str = "https://serpapi.com", timeout_s: float = PAGE_TIMEOUT_S):
+        self._config, self._http, self._save = config, http, save
+        self._serpapi_url, self._timeout_s = serpapi_url, timeout_s
         self._web = Http(config.proxies, resolve=self.resolve)          # where strangers' URLs go
         self._look_up = look_up_host or look_up
         self._allowed = set(config.get("PAICLI_WEB_HOSTS").lower().replace(",", " ").split())
@@ -3427,13 +3420,11 @@ class WebTools:
         """Return a host's addresses.  Raises ToolError if one is not public, unless it is allowed."""
         addresses = self._look_up(host, is_proxied)
         barred = [address for address in addresses if not is_public(address)]
-        if self._allowed & {host, f"{host}:{port}"}:
-            return addresses
-        if barred:
-            raise ToolError(f"{host} is {barred[0]}, which is not on the public web; only the person"
-                            f" can allow it, with PAICLI_WEB_HOSTS={host}:{port}")
-        if port < 1024 and port not in (80, 443):
-            raise ToolError(f"port {port} of {host} is not one of the web")
+        is_odd = port < 1024 and port not in (80, 443)
+        if (barred or is_odd) and not self._allowed & {host, f"{host}:{port}"}:
+            why = f"port {port}" if is_odd else f"{barred[0]}, not a public address"
+            raise ToolError(f"{host} is not fetched from: it is {why}; only the person can allow it"
+                            f" (PAICLI_WEB_HOSTS={host}:{port})")
         return addresses
 
     def _take_turn(self, cancel):
@@ -3447,18 +3438,18 @@ class WebTools:
             cancel.sleep(turn - now)
 
     def _in_time(self, cancel, function, *arguments):
-        """-> function(*arguments, cancel), whatever it does ended after PAGE_TIMEOUT_S."""
+        """-> function(*arguments, cancel), but whatever it does ends in time."""
         self._take_turn(cancel)
         inner = Cancel()
         try:
             with cancel.on_set(inner.set):
-                return Job("web", function, *arguments, inner).wait(cancel, PAGE_TIMEOUT_S)
+                return Job("web", function, *arguments, inner).wait(cancel, self._timeout_s)
         except TimeoutError:
-            raise ToolError(f"it took over {PAGE_TIMEOUT_S} s, and was given up") from None
+            raise ToolError(f"it took over {self._timeout_s:g} s, and was given up") from None
         finally:
             inner.set()
 
-    def _get(self, url, max_bytes, cancel):
+    def _get(self, url, cancel):
         """-> (URL, content type, bytes) after redirects, each of them checked like the first."""
         headers = {"User-Agent": f"Mozilla/5.0 (compatible; paicli/{__version__})",
                    "Accept": "text/markdown, text/html;q=0.9, */*;q=0.5"}
@@ -3468,8 +3459,8 @@ class WebTools:
             try:
                 with self._web.open("GET", url, None, headers, cancel, PAGE_TIMEOUT_S) as reply:
                     if reply.headers.get("Content-Encoding", "identity").lower() != "identity":
-                        raise ToolError(f"{url} comes compressed, though that was not asked for")
-                    return url, reply.headers.get("Content-Type") or "", reply.read(max_bytes)
+                        raise ToolError(f"{url} comes compressed, though nobody asked for that")
+                    return url, reply.headers.get("Content-Type") or "", reply.read(MAX_PAGE_BYTES)
             except HttpError as e:
                 if not e.location or e.status not in (301, 302, 303, 307, 308):
                     raise
@@ -3478,15 +3469,15 @@ class WebTools:
 
     def _read(self, url, cancel):
         """-> (URL, title, text, whether it is cut off)."""
-        url, content_type, data = self._get(url, MAX_PAGE_BYTES, cancel)
+        url, content_type, data = self._get(url, cancel)
         kind = content_type.partition(";")[0].strip().lower()
         text, is_cut = decode_page(data, content_type), len(data) == MAX_PAGE_BYTES
         if "html" in kind or not kind and re.match(r"(?i)\s*<(!doctype )?html", text):
             return (url, *html_to_markdown(text, url, cancel), is_cut)
         is_text = re.search("^$|^text/|json|xml|script|yaml|octet-stream", kind)
         if not is_text or "\0" in text[:8000] or text.startswith("%PDF-"):
-            raise ToolError(f"{url} is no text but {'PDF, ' * text.startswith('%PDF-')}"
-                            f"{kind or 'of no type'}, {len(data)} bytes")
+            name = "PDF" if text.startswith("%PDF-") else kind or "binary"
+            raise ToolError(f"{url} is no text: {name}, {'over ' * is_cut}{len(data)} bytes")
         return url, "", text, is_cut
 
     @tool(2)
@@ -3497,12 +3488,10 @@ class WebTools:
         start: where to go on, if an earlier result said that there is more
         """
         url, title, text, is_cut = self._in_time(cancel or Cancel(), self._read, url)
-        start = max(0, start)
-        part = text[start:start + MAX_PAGE_CHARS]
-        left = len(text) - start - len(part)
-        notes = [f"{left} more characters: start={start + len(part)}"] * (left > 0)
+        part, end = text[max(0, start):][:MAX_PAGE_CHARS], max(0, start) + MAX_PAGE_CHARS
+        notes = [f"{len(text) - end} more characters: start={end}"] * (len(text) > end)
         notes += [f"The page has over {MAX_PAGE_BYTES >> 20} MB, the rest was not read."] * is_cut
-        heading = f"Title: {title}\n\n" if title and not start else ""
+        heading = f"Title: {title}\n\n" if title and start <= 0 else ""
         return "\n".join([from_web(url, heading + part), *notes])
 
     @tool(1)
@@ -3512,53 +3501,50 @@ class WebTools:
         query: a few words
         count: how many results
         """
+        is_set = [n for n, (variable, *_) in SEARCH_SERVICES.items() if self._config.get(variable)]
+        name = self._config.get("SEARCH_PROVIDER").lower() or (is_set or ["no search"])[0]
+        if name not in is_set:
+            raise ToolError(f"{name} is not set up: SEARXNG_URL, SERPAPI_KEY or GLM_API_KEY does"
+                            " that, and SEARCH_PROVIDER=searxng, serpapi or zhipu chooses")
+        _, place, *fields, advice = SEARCH_SERVICES[name]
         self._take_turn(cancel or Cancel())
-        name = self._search_service()
-        place, *fields, advice = SEARCH_SERVICES[name]
         try:
-            answer = self._search(name, query, max(1, min(count, 20)), cancel)
+            answer = getattr(self, "_ask_" + name)(query, max(1, min(count, 20)), cancel)
         except HttpError as e:
             raise ToolError(f"{name} did not search: {e}; {advice}") from None
         found = _get(answer, place, list)
-        trouble = _get(answer, "error", object) or not found and _get(answer, "unresponsive_engines", list)
-        is_empty = "returned any results" in str(trouble)               # SerpAPI calls it an error
-        if (trouble or found is None) and not is_empty:
-            raise ToolError(f"{name} did not search: {_shown(trouble or answer)}; {advice}")
+        fault = _get(answer, "error", object) or not found and _get(
+            answer, "unresponsive_engines", list)
+        is_nothing = "returned any results" in str(fault)               # SerpAPI takes it for a fault
+        if (fault or found is None) and not is_nothing:
+            raise ToolError(f"{name} did not search: {_shown(fault or answer)}; {advice}")
         lines = []
         for n, hit in enumerate((found or [])[:count], 1):
             title, url, text, date = (one_line(_get(hit, f, str) or "", 500) for f in fields)
-            lines += [f"{n}. {title}", f"   {url}", f"   {date} {text}".rstrip()]
-        return from_web(f"{name}: {query}", "\n".join(lines)) if lines else f"Nothing was found: {query}"
+            lines.append("\n   ".join(filter(None, (f"{n}. {title}", url, f"{date} {text}".strip()))))
+        return from_web(f"{name}: {query}", "\n".join(lines)) if lines else f"Nothing found: {query}"
 
-    def _search_service(self):
-        config = self._config
-        has = {"searxng": config.get("SEARXNG_URL"), "serpapi": config.get("SERPAPI_KEY"),
-               "zhipu": config.get("GLM_API_KEY")}
-        name = config.get("SEARCH_PROVIDER").lower() or next(filter(has.get, has), "")
-        if not has.get(name):
-            raise ToolError(f"{name or 'no search'} is not configured: set SEARXNG_URL, SERPAPI_KEY"
-                            " or GLM_API_KEY, and perhaps SEARCH_PROVIDER=searxng, serpapi or zhipu")
-        return name
+    def _ask_searxng(self, query, count, cancel):
+        url = self._config.settings["SEARXNG_URL"]
+        if is_strangers_host(url):
+            raise ToolError("SEARXNG_URL is from ./.env, and that needs the person's trust")
+        query = urllib.parse.urlencode({"q": query, "format": "json"})
+        return self._http.json("GET", f"{url.value.rstrip('/')}/search?{query}", cancel=cancel)
 
-    def _search(self, name, query, count, cancel):
-        """-> what the service answers."""
-        if name == "zhipu":
-            return self._post("glm", "/web_search", cancel, search_engine="search_std",
-                              search_query=query[:70], count=count)     # longer ones are refused
-        if name == "serpapi":
-            url, what = self._serpapi_url + "/search.json", {
-                "engine": "google", "num": count, "api_key": self._config.get("SERPAPI_KEY")}
-        else:
-            base = self._config.settings["SEARXNG_URL"]
-            if is_strangers_host(base):
-                raise ToolError("SEARXNG_URL is from ./.env, and that needs the person's trust")
-            url, what = base.value.rstrip("/") + "/search", {"format": "json"}
-        query = urllib.parse.urlencode({"q": query, **what})
-        return self._http.json("GET", f"{url}?{query}", None, None, cancel, PAGE_TIMEOUT_S)
+    def _ask_serpapi(self, query, count, cancel):
+        query = urllib.parse.urlencode({"engine": "google", "q": query, "num": count,
+                                        "api_key": self._config.get("SERPAPI_KEY")})
+        return self._http.json("GET", f"{self._serpapi_url}/search.json?{query}", cancel=cancel)
+
+    def _ask_zhipu(self, query, count, cancel):
+        return self._post("glm", "/web_search", cancel, search_query=query[:70], count=count,
+                          search_engine="search_std")     # longer queries are refused
 
     def _post(self, choice, path, cancel, **payload):
-        """-> the answer of a provider of models, which is chosen as the model is."""
+        """-> the answer of a provider of models, chosen as for the model."""
         provider = choose_provider(self._config, choice)
+        if path.startswith("/images"):
+            payload["model"] = provider.model
         headers = {"Authorization": "Bearer " + provider.api_key}
         try:
             return self._http.json("POST", provider.base_url + path, payload, headers, cancel)
@@ -3566,41 +3552,28 @@ class WebTools:
             raise ToolError(str(model_error(e, provider))) from None
 
     @tool(2)
-    def generate_image(self, prompt: str, path: str = "", size: str = "",
-                       cancel: Cancel | None = None) -> str:
+    def generate_image(self, prompt: str, size: str = "", cancel: Cancel | None = None) -> str:
         """Have an image made, and save it as a new file in the workspace.
 
         prompt: what it shows
-        path: the file; default: image-, the time, and what the format asks for
         size: such as 1024x1024; default: the model's own
         """
-        config = self._config
-        keys = (n for n in IMAGE_MODELS if config.get(PROVIDERS[n].prefix + "_API_KEY"))
-        choice = config.get("IMAGE_MODEL") or IMAGE_MODELS.get(next(keys, ""))
+        choices = [choice for key, choice in IMAGE_MODELS.items() if self._config.get(key)]
+        choice = self._config.get("IMAGE_MODEL") or (choices or [""])[0]
         if not choice:
-            raise ToolError("no image model is configured: set GLM_API_KEY or OPENAI_API_KEY")
-        real = self._workspace.resolve(path or time.strftime("image-%Y%m%d-%H%M%S"))
-        if os.path.lexists(real) or path and not re.search(r"\.(png|jpe?g|webp)$", path):
-            raise ToolError(f"{path} is there already, or ends in none of .png, .jpg and .webp")
-        more = {"size": size} if size else {}
+            raise ToolError(f"no image model is set up: {' or '.join(IMAGE_MODELS)} does that")
         answer = self._post(choice, "/images/generations", cancel, prompt=prompt,
-                            model=choose_provider(config, choice).model, **more)
-        data = self._image(answer, cancel or Cancel())
+                            **{"size": size} if size else {})
+        first = (_get(answer, "data", list) or [None])[0]
+        data = base64.b64decode((_get(first, "b64_json", str) or "") + "==")
+        if _get(first, "url", str):
+            data = self._in_time(cancel or Cancel(), self._get, first["url"])[2]
         endings = [ending for start, ending in IMAGE_STARTS.items() if data.startswith(start)]
         if not endings:
             raise ToolError(f"no image came: {_shown(answer)}")
-        real += "" if path else endings[0]
-        self._save(real, data)
-        return f"Image saved: {os.path.relpath(real, self._workspace.root)} ({len(data)} bytes)"
-
-    def _image(self, answer, cancel):
-        """-> the bytes of the first image of an answer, which has them or says where they are."""
-        first = (_get(answer, "data", list) or [None])[0]
-        encoded, url = _get(first, "b64_json", str), _get(first, "url", str)
-        with contextlib.suppress(ValueError):
-            if encoded:
-                return base64.b64decode(encoded)
-        return self._in_time(cancel, self._get, url, MAX_IMAGE_BYTES)[2] if url else b""
+        name = f"image-{random.getrandbits(32):08x}.{endings[0]}"
+        self._save(os.path.join(os.path.realpath(self._config.cwd), name), data)
+        return f"Image saved: {name} ({len(data)} bytes)"
 
     def close(self) -> None:
         """Close what is kept open."""
@@ -5612,7 +5585,7 @@ def build(config: Config) -> App:
     trust_env(app)
     rag = os.path.expanduser(config.get("PAICLI_RAG_DIR", os.path.join(config.home, "rag")))
     app.index = CodeIndex(os.path.join(rag, "codebase.db"), config.cwd, use_embedder(app), app.mask)
-    app.web = WebTools(app.config, app.http, workspace, app.undo.save_file)
+    app.web = WebTools(app.config, app.http, app.undo.save_file)
     toolbox.add(tools_in(CodeTools(app.index)))
     toolbox.add(t._replace(has_reason=t.level > 1) for t in tools_in(app.web))
     app.notices += [app.use_model(), *load_plugins(app)]
