@@ -3101,16 +3101,16 @@ class Undo:
 # =============================================================================
 # 11. WEB TOOLS
 # =============================================================================
-# What the model does not know may stand on the web: it can search, fetch a page, have an image made.
+# What the model does not know may stand on the web: it can search, read pages, have images made.
 #
 #     URL --> addresses of its host --> all public? --> connect to just these --> moved? once more
 #                                          |                  |
-#                    refused <---- no -----+                  +--> bytes --> text --> <web> ... </web>
+#                     refused <--- no -----+                  +--> bytes --> text --> <web>...</web>
 #
 # In: a query, a URL, a prompt.  Out: text between marks that it can't contain; an image's path.
 # Trap: strangers write URLs and pages.  A name may stand for an address of this machine, or for
 # another one when it is looked up again; a page may be endless, lie about its charset, never close
-# a tag, and give the model orders.  So all is bounded, and nesting too: what recurs here can't sink.
+# a tag, and give the model orders.  So all is bounded, even how deep elements are nested.
 # Simplified: no JavaScript, no PDF; navigation is told by names.  Behind a proxy it is the proxy
 # that looks names up, so only addresses that a URL spells out can be refused here.
 # Tests: TestWebTools (exercise, 2 of 3 stars).  Try: ask for a summary of a page.
@@ -3145,8 +3145,9 @@ def is_public(address: str) -> bool:
         if ip.ipv4_mapped or ip in ipaddress.ip_network("64:ff9b::/96"):    # it stands for IPv4
             return is_public(str(ipaddress.ip_address(int(ip) & 0xFFFFFFFF)))
         return int(ip) >> 125 == 1 and ip.is_global and not (ip.sixtofour or ip.teredo)
-    # 168.63.129.16 looks public, and is the host below an Azure machine.
-    return ip.is_global and not ip.is_multicast and address != "168.63.129.16"
+    # These look public (to some versions of Python), and have services of Azure's and Oracle's cloud.
+    clouds = map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24"))
+    return ip.is_global and not ip.is_multicast and not any(ip in cloud for cloud in clouds)
 
 
 # ---- from bytes to text
@@ -3182,17 +3183,18 @@ _BLOCKS = set("""address article aside blockquote body caption center dd details
     figcaption figure footer form h1 h2 h3 h4 h5 h6 header hr html legend li main nav ol p pre
     section summary table tbody td tfoot th thead tr ul""".split())
 # A start tag ends the first of these, if it is open within the second: hardly anybody writes </li>.
-_ENDS = {"li": ({"li"}, {"ul", "ol"}), "dt": ({"dt", "dd"}, {"dl"}), "dd": ({"dt", "dd"}, {"dl"}),
-         "tr": ({"tr"}, {"table"}), "td": ({"td", "th"}, {"table"}), "th": ({"td", "th"}, {"table"}),
-         "a": ({"a"}, _BLOCKS)}
+_ENDS = {"li": ({"li"}, {"ul", "ol"}), "tr": ({"tr"}, {"table"}), "a": ({"a"}, _BLOCKS),
+         **dict.fromkeys(("td", "th"), ({"td", "th"}, {"table"})),
+         **dict.fromkeys(("dt", "dd"), ({"dt", "dd"}, {"dl"}))}
 _UNSEEN = set("""audio button canvas dialog iframe noscript object script select style svg template
     textarea title video""".split())
 # Classes, ids and roles of what a page is not about.
 _ASIDE = r"""(?xi) (?!(?:has|with|no|is)[-_]) (?: [\w-]* (?: breadcrumb | editsection | headerlink
     | masthead | navbar | navfooter | navheader | permalink | sidebar ) [\w-]* | \w*nav
     | (?:\w+[-_])? (?: ads? | banner | bottomlang | complementary | contentinfo | cookies? | footer
-      | linenos? | menu | menubar | navigation | newsletter | page-header | pager | pagination | promo
-      | related | search | share | skip | social | toplang ) (?:[-_](?: bar | links? | list | nav ))? )"""
+      | linenos? | menu | menubar | navigation | newsletter | page-header | pager | pagination
+      | promo | related | search | share | skip | social | toplang )
+      (?: [-_] (?: bar | links? | list | nav ))? )"""
 # Line ends and spaces that shall stay, the mark of a list item, the beginning of a table cell.
 _LINE, _SPACE, _ITEM, _CELL = "\x01", "\x02", "\x03", "\x04"
 
@@ -3262,7 +3264,7 @@ class HtmlReader:
         if self._is_in("pre"):
             return inside + _LINE * (tag in _BLOCKS and not inside.endswith(_LINE))
         if self._is_aside(tag, attributes, inside):
-            self.asides.append(inside)
+            self.asides += [inside] * (tag in _BLOCKS)
             return ""
         if tag == "main" or attributes.get("role") == "main":
             self.main.append(inside)
@@ -3371,7 +3373,7 @@ def html_to_markdown(page: str, url: str, cancel: Cancel | None = None) -> tuple
     for i in range(0, len(page), 1 << 18):
         (cancel or Cancel()).check()
         parser.feed(page[i:i + (1 << 18)])
-    parser.feed("\n")                    # not close(): that tries each "<!--" without end, for hours
+    parser.feed("\n")                    # not close(): it tries each "<!--" without end, for hours
     rest = reader.rest()
     found = ["\n\n".join(reader.main), "\n\n".join(reader.articles), _without_menus(rest)]
     text = next((t for t in found if len(t) >= 100), "\n\n".join([rest, *reader.asides]))
@@ -3389,8 +3391,8 @@ def from_web(source: str, text: str) -> str:
 
 # ---- the tools
 
-# The variable that sets a service up; where it keeps its results; its names for title, URL, text and
-# date; what to do if it fails.
+# What sets a service up; where it keeps its results; its names for title, URL, text and date; what
+# to do if it fails.
 SEARCH_SERVICES = {
     "searxng": ("SEARXNG_URL", "results", "title", "url", "content", "publishedDate",
                 "is SEARXNG_URL right, and has its settings.yml json among search: formats?"),
@@ -3405,7 +3407,8 @@ IMAGE_STARTS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"RIFF": "webp"}
 class WebTools:
     """The web as tools of the model.  PAICLI_WEB_HOSTS allows hosts, public or not."""
 
-    def __init__(self, config: Config, http: Http, save: Callable[[str, bytes], None] = atomic_write,
+    def __init__(self, config: Config, http: Http,
+                 save: Callable[[str, bytes], None],
                  look_up_host: Callable[[str, bool], list[str]] | None = None,
                  serpapi_url: str = "https://serpapi.com", timeout_s: float = PAGE_TIMEOUT_S):
         self._config, self._http, self._save = config, http, save
@@ -3417,7 +3420,7 @@ class WebTools:
         self._lock = threading.Lock()
 
     def resolve(self, host: str, port: int, is_proxied: bool = False) -> list[str]:
-        """Return a host's addresses.  Raises ToolError if one is not public, unless it is allowed."""
+        """Return a host's addresses.  Raises ToolError if one is not public and not allowed."""
         addresses = self._look_up(host, is_proxied)
         barred = [address for address in addresses if not is_public(address)]
         is_odd = port < 1024 and port not in (80, 443)
@@ -3506,7 +3509,7 @@ class WebTools:
         if name not in is_set:
             raise ToolError(f"{name} is not set up: SEARXNG_URL, SERPAPI_KEY or GLM_API_KEY does"
                             " that, and SEARCH_PROVIDER=searxng, serpapi or zhipu chooses")
-        _, place, *fields, advice = SEARCH_SERVICES[name]
+        _, place, *keys, advice = SEARCH_SERVICES[name]
         self._take_turn(cancel or Cancel())
         try:
             answer = getattr(self, "_ask_" + name)(query, max(1, min(count, 20)), cancel)
@@ -3515,14 +3518,17 @@ class WebTools:
         found = _get(answer, place, list)
         fault = _get(answer, "error", object) or not found and _get(
             answer, "unresponsive_engines", list)
-        is_nothing = "returned any results" in str(fault)               # SerpAPI takes it for a fault
+        is_nothing = "returned any results" in str(fault)               # to SerpAPI that is a fault
         if (fault or found is None) and not is_nothing:
             raise ToolError(f"{name} did not search: {_shown(fault or answer)}; {advice}")
         lines = []
         for n, hit in enumerate((found or [])[:count], 1):
-            title, url, text, date = (one_line(_get(hit, f, str) or "", 500) for f in fields)
-            lines.append("\n   ".join(filter(None, (f"{n}. {title}", url, f"{date} {text}".strip()))))
-        return from_web(f"{name}: {query}", "\n".join(lines)) if lines else f"Nothing found: {query}"
+            title, url, text, date = (one_line(_get(hit, key, str) or "", 500) for key in keys)
+            parts = (f"{n}. {title}", url, f"{date} {text}".strip())
+            lines.append("\n   ".join(filter(None, parts)))
+        if not lines:
+            return f"Nothing found: {query}"
+        return from_web(f"{name}: {query}", "\n".join(lines))
 
     def _ask_searxng(self, query, count, cancel):
         url = self._config.settings["SEARXNG_URL"]
