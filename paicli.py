@@ -3145,7 +3145,7 @@ def is_public(address: str) -> bool:
         if ip.ipv4_mapped or ip in ipaddress.ip_network("64:ff9b::/96"):    # it stands for IPv4
             return is_public(str(ipaddress.ip_address(int(ip) & 0xFFFFFFFF)))
         return int(ip) >> 125 == 1 and ip.is_global and not (ip.sixtofour or ip.teredo)
-    # These look public (to some versions of Python), and have services of Azure's and Oracle's cloud.
+    # Some versions of Python take these for public; Azure and Oracle have cloud services there.
     clouds = map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24"))
     return ip.is_global and not ip.is_multicast and not any(ip in cloud for cloud in clouds)
 
@@ -3256,16 +3256,17 @@ class HtmlReader:
 
     def _markdown(self, tag, attributes, inside):
         """An element as Markdown, with what is in it; title, main parts and asides are noted."""
+        gap = "\n\n" * (tag in _BLOCKS)
         if tag == "title" and not self._is_in("svg"):
             self.title = self.title or " ".join(inside.split())
         if (tag in _UNSEEN or "hidden" in attributes or attributes.get("aria-hidden") == "true"
                 or re.search(r"display:\s*none", attributes.get("style", ""))):
-            return ""
+            return gap
         if self._is_in("pre"):
             return inside + _LINE * (tag in _BLOCKS and not inside.endswith(_LINE))
         if self._is_aside(tag, attributes, inside):
-            self.asides += [inside] * (tag in _BLOCKS)
-            return ""
+            self.asides += [inside] * bool(gap)
+            return gap
         if tag == "main" or attributes.get("role") == "main":
             self.main.append(inside)
         elif tag == "article" and not self._is_in("article"):

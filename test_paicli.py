@@ -673,6 +673,26 @@ class TestBasics(Case):
 
 # ---- 2 ---------------------------------------------------------------------------------------------
 
+# A key and a certificate for docs.test, made for these tests.
+DOCS_TEST_PEM = """-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgTyhc24nmcTGlvNX1
+RIq8Pz+pnA4BUqwBURZpUnkvtzuhRANCAASVNDOrkSx2y6hxmmB0QZ3VoY6bVplK
+tHtzk5Zv0Z/hi/2Hz1v+DLid6FtPNNRS88hlFkZU6JdeaVYZhq1BswLG
+-----END PRIVATE KEY-----
+-----BEGIN CERTIFICATE-----
+MIIBlDCCATugAwIBAgIUVTsSQ2Vk64mT1dkRZ5lQMhcoQlwwCgYIKoZIzj0EAwIw
+FDESMBAGA1UEAwwJZG9jcy50ZXN0MCAXDTI2MTEzMDE0MDM1M1oYDzIxMjYxMTA2
+MTQwMzUzWjAUMRIwEAYDVQQDDAlkb2NzLnRlc3QwWTATBgcqhkjOPQIBBggqhkjO
+PQMBBwNCAASVNDOrkSx2y6hxmmB0QZ3VoY6bVplKtHtzk5Zv0Z/hi/2Hz1v+DLid
+6FtPNNRS88hlFkZU6JdeaVYZhq1BswLGo2kwZzAdBgNVHQ4EFgQU9xJrb2EiX7Uk
+1omfPLhNHJCeNDkwHwYDVR0jBBgwFoAU9xJrb2EiX7Uk1omfPLhNHJCeNDkwDwYD
+VR0TAQH/BAUwAwEB/zAUBgNVHREEDTALgglkb2NzLnRlc3QwCgYIKoZIzj0EAwID
+RwAwRAIgLni0JDw87om5Cd1y0JgrhnxtQ6oUdCx79BI3k/kCnXgCICOu4HPkgg2W
+IhANLM8m9MYEWz9dxprI2/h6+RPfSw+y
+-----END CERTIFICATE-----
+"""
+
+
 class TestHttp(Case):
     """Section 2.  Three stars of three."""
 
@@ -692,6 +712,24 @@ class TestHttp(Case):
         self.assertEqual(("/x?q=%C3%A4%20b", {"text": "\ufffd 你"}, "application/json"), (
             request["path"], request["body"], request["headers"]["Content-Type"]))
         self.assertRegex(request["headers"]["User-Agent"], "^paicli/")
+
+    def test_it_connects_to_the_addresses_it_was_given_and_tls_still_verifies_the_name(self):
+        import ssl
+        server_tls, path = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self.write("docs.pem", DOCS_TEST_PEM)
+        server_tls.load_cert_chain(path)
+        client_tls, asked = ssl.create_default_context(cafile=path), []
+
+        def resolve(host, port, is_proxied):
+            asked.append((host, port, is_proxied))
+            return ["127.0.0.2", "127.0.0.1"] if port != 444 else [][0]
+        for server in (self.server(refuses(200, {"a": 1})), self.server(refuses(200, {"a": 1}), tls=server_tls)):
+            http = self.http(tls=client_tls, resolve=resolve)
+            self.assertEqual({"a": 1}, http.json("GET", server.url.replace("127.0.0.1", "docs.test")))
+            self.assertEqual(f"docs.test:{server.port}", server.requests[0]["headers"]["Host"])
+        self.assertEqual(("docs.test", server.port, False), asked[-1])
+        self.raises(paicli.HttpError, "(?i)certificate|hostname", http.json, "GET", f"https://other.test:{server.port}/")
+        self.raises(IndexError, "range", http.json, "GET", "http://docs.test:444/")
+        self.assertEqual(1, len(server.requests))
 
     def test_a_connection_is_kept_and_replaced_once_when_the_server_closed_it(self):
         server = self.server(*[(200, {}, b"ok")] * 3)
