@@ -3346,10 +3346,14 @@ def _letters(text):
 
 
 def _without_menus(text):
-    """The text without blocks at its beginning and its end that are mostly links."""
+    """The text, unless it is a list of links, without the lists of links at its both ends."""
     blocks = text.split("\n\n")
-    said = [i for i, block in enumerate(blocks) if operator.gt(*_letters(block))]
-    return "\n\n".join(blocks[said[0]:said[-1] + 1]) if said else text
+
+    def tells(block):
+        n_said, n_linked = _letters(block)
+        return n_said > n_linked or n_linked and block.count("](") < 2
+    told = [i for i, block in enumerate(blocks) if tells(block)]
+    return "\n\n".join(blocks[told[0]:told[-1] + 1]) if told and tells(text) else text
 
 
 def absolute_url(base: str, href: str) -> str:

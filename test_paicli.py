@@ -2647,6 +2647,22 @@ class TestWebTools(Case):
             self.raises(paicli.ToolError, why, self.web(server, GLM_API_KEY="key-12345678", GLM_BASE_URL=server.url, IMAGE_MODEL="glm:cogview-4").generate_image, "x")
             self.assertEqual((before, "cogview-4"), (set(os.listdir(self.folder)), server.requests[-1]["body"]["model"]))
 
+    def test_the_readmes_tools_tell_a_joke_and_read_reddit(self):
+        readme = (HERE / "README.md").read_text(encoding="utf-8")
+        feed = '<feed><title>r</title><entry><author/><link href="https://r.test/1"/><title>A &amp; b</title></entry></feed>'
+        server = self.server((200, {"Content-Type": "application/atom+xml"}, feed.encode()), (200, {}, b"<html>whoa there, pardner!"),
+                             refuses(403, "<html><title>Blocked</title>"), refuses(200, {"results": [{"id": "x", "joke": "Ha."}]}))
+        source = textwrap.dedent(re.search(r"\n(    import contextlib.*?)\n\nand `tools.json`", readme, re.S)[1])
+        module = self.write("tools.py", source.replace("https://www.reddit.com", server.url))
+        reddit = paicli.tools_from_module(module)[0].run
+        self.assertIn(">\nA & b  https://r.test/1\n</web>", reddit({"subreddit": "java"}, None))
+        self.raises(paicli.ToolError, "block page", reddit, {"subreddit": "java"}, None)
+        self.raises(paicli.ToolError, "blocks programs.*HTTP 403.*Blocked", reddit, {"subreddit": "java"}, None)
+        entries = textwrap.dedent(re.search(r"\n(    \[\{.*?\}\])\n", readme, re.S)[1]).replace("https://icanhazdadjoke.com", server.url)
+        joke = paicli.tools_from_json(self.write("tools.json", entries), None, self.http())[0]
+        self.assertEqual("Ha.", joke.run({"term": "cat"}, paicli.Cancel()))
+        self.assertEqual(["/r/java/.rss"] * 3 + ["/search?limit=1&term=cat"], [r["path"] for r in server.requests])
+
     def test_closing_it_closes_its_connections(self):
         server = self.server(*[(200, {"Content-Type": "text/plain"}, b"x")] * 3)
         web = self.web(server)
