@@ -3235,7 +3235,7 @@ class HtmlReader:
     def rest(self) -> str:
         """End what is still open; return the page without asides."""
         self._close(1)
-        return "".join(self._pieces)
+        return _tidy("".join(self._pieces))
 
     def _is_in(self, *names):
         return any(tag in names or a.get("role") in names for tag, a, _ in self._open)
@@ -3280,10 +3280,10 @@ class HtmlReader:
         names = [attributes.get("role", ""), *attributes.get("class", "").split()[:20]]
         names += [attributes.get("id", "")] * (tag != "section")        # there it is a heading's
         is_around = tag in ("aside", "header", "footer") and not self._is_in("main", "article")
-        if not is_around and not any(re.fullmatch(_ASIDE, name[:60]) for name in [tag, *names]):
-            return False
-        n_said, n_linked = _letters(inside)
-        return tag not in ("html", "body") and (tag == "nav" or n_said < max(200, 2 * n_linked))
+        is_named = is_around or any(re.fullmatch(_ASIDE, name[:60]) for name in names)
+        n_said, n_linked = _letters(inside) if is_named else (0, 0)
+        return tag == "nav" or is_named and tag not in ("html", "body") and (
+            n_said < max(200, 2 * n_linked))
 
 
 def _markdown_of(tag, inside):
@@ -3412,8 +3412,7 @@ IMAGE_STARTS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"RIFF": "webp"}
 class WebTools:
     """The web as tools of the model.  PAICLI_WEB_HOSTS allows hosts, public or not."""
 
-    def __init__(self, config: Config, http: Http,
-                 save: Callable[[str, bytes], None],
+    def __init__(self, config: Config, http: Http, save: Callable[[str, bytes], None],
                  look_up_host: Callable[[str, bool], list[str]] | None = None,
                  serpapi_url: str = "https://serpapi.com", timeout_s: float = PAGE_TIMEOUT_S):
         self._config, self._http, self._save = config, http, save
