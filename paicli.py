@@ -3242,7 +3242,7 @@ class HtmlReader:
 
     def _end(self, tags, scope):
         """End the innermost of these elements, unless one of `scope` is open within it."""
-        for i in range(len(self._open) - 1, 0, -1):
+        for i in range(len(self._open) - 1 if tags else 0, 0, -1):
             if self._open[i][0] in tags:
                 return self._close(i)
             if self._open[i][0] in scope:
@@ -3457,7 +3457,7 @@ class WebTools:
             inner.set()
 
     def _get(self, url, cancel):
-        """-> (URL, content type, bytes) after redirects, each of them checked like the first."""
+        """-> (URL, headers, bytes) after redirects, each of them checked like the first."""
         headers = {"User-Agent": f"Mozilla/5.0 (compatible; paicli/{__version__})",
                    "Accept": "text/markdown, text/html;q=0.9, */*;q=0.5"}
         for _ in range(MAX_REDIRECTS + 1):
@@ -3465,9 +3465,7 @@ class WebTools:
                 raise ToolError("a URL with a user name in it is not fetched: leave it out")
             try:
                 with self._web.open("GET", url, None, headers, cancel, PAGE_TIMEOUT_S) as reply:
-                    if reply.headers.get("Content-Encoding", "identity").lower() != "identity":
-                        raise ToolError(f"{url} comes compressed, though nobody asked for that")
-                    return url, reply.headers.get("Content-Type") or "", reply.read(MAX_PAGE_BYTES)
+                    return url, reply.headers, reply.read(MAX_PAGE_BYTES)
             except HttpError as e:
                 if not e.location or e.status not in (301, 302, 303, 307, 308):
                     raise
@@ -3476,7 +3474,10 @@ class WebTools:
 
     def _read(self, url, cancel):
         """-> (URL, title, text, whether it is cut off)."""
-        url, content_type, data = self._get(url, cancel)
+        url, headers, data = self._get(url, cancel)
+        if headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise ToolError(f"{url} comes compressed, though nobody asked for that")
+        content_type = headers.get("Content-Type") or ""
         kind = content_type.partition(";")[0].strip().lower()
         text, is_cut = decode_page(data, content_type), len(data) == MAX_PAGE_BYTES
         if "html" in kind or not kind and re.match(r"(?i)\s*<(!doctype )?html", text):

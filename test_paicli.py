@@ -48,7 +48,7 @@ import paicli
 
 HERE = pathlib.Path(__file__).resolve().parent
 PATH = HERE / "paicli.py"
-MAX_LINES = 5800                         # meant to stay under 4500: code search did not fit
+MAX_LINES = 5775                         # meant to stay under 4500: code search and the web did not fit
 POSIX = os.name == "posix"
 
 
