@@ -3116,6 +3116,7 @@ class Undo:
 # Tests: TestWebTools (exercise, 2 of 3 stars).  Try: ask for a summary of a page.
 
 MAX_PAGE_BYTES = 5 << 20
+MAX_IMAGE_BYTES = 50 << 20
 MAX_PAGE_CHARS = 30000                   # of one result; `start` asks for what follows
 PAGE_TIMEOUT_S = 30                      # from the first look-up of a name to the last byte
 MAX_REQUESTS = 30                        # a minute; what is more waits
@@ -3456,7 +3457,7 @@ class WebTools:
         finally:
             inner.set()
 
-    def _get(self, url, cancel):
+    def _get(self, url, max_bytes, cancel):
         """-> (URL, headers, bytes) after redirects, each of them checked like the first."""
         headers = {"User-Agent": f"Mozilla/5.0 (compatible; paicli/{__version__})",
                    "Accept": "text/markdown, text/html;q=0.9, */*;q=0.5"}
@@ -3465,7 +3466,7 @@ class WebTools:
                 raise ToolError("a URL with a user name in it is not fetched: leave it out")
             try:
                 with self._web.open("GET", url, None, headers, cancel, PAGE_TIMEOUT_S) as reply:
-                    return url, reply.headers, reply.read(MAX_PAGE_BYTES)
+                    return url, reply.headers, reply.read(max_bytes)
             except HttpError as e:
                 if not e.location or e.status not in (301, 302, 303, 307, 308):
                     raise
@@ -3474,7 +3475,7 @@ class WebTools:
 
     def _read(self, url, cancel):
         """-> (URL, title, text, whether it is cut off)."""
-        url, headers, data = self._get(url, cancel)
+        url, headers, data = self._get(url, MAX_PAGE_BYTES, cancel)
         if headers.get("Content-Encoding", "identity").lower() != "identity":
             raise ToolError(f"{url} comes compressed, though nobody asked for that")
         content_type = headers.get("Content-Type") or ""
@@ -3515,9 +3516,10 @@ class WebTools:
             raise ToolError(f"{name} is not set up: SEARXNG_URL, SERPAPI_KEY or GLM_API_KEY does"
                             " that, and SEARCH_PROVIDER=searxng, serpapi or zhipu chooses")
         _, place, *keys, advice = SEARCH_SERVICES[name]
+        count = max(1, min(count, 20))
         self._take_turn(cancel or Cancel())
         try:
-            answer = getattr(self, "_ask_" + name)(query, max(1, min(count, 20)), cancel)
+            answer = getattr(self, "_ask_" + name)(query, count, cancel)
         except HttpError as e:
             raise ToolError(f"{name} did not search: {e}; {advice}") from None
         found = _get(answer, place, list)
@@ -3548,14 +3550,11 @@ class WebTools:
         return self._http.json("GET", f"{self._serpapi_url}/search.json?{query}", cancel=cancel)
 
     def _ask_zhipu(self, query, count, cancel):
-        return self._post("glm", "/web_search", cancel, search_query=query[:70], count=count,
-                          search_engine="search_std")     # longer queries are refused
+        return self._post(choose_provider(self._config, "glm"), "/web_search", cancel, count=count,
+                          search_engine="search_std", search_query=query[:70])      # longer: refused
 
-    def _post(self, choice, path, cancel, **payload):
-        """-> the answer of a provider of models, chosen as for the model."""
-        provider = choose_provider(self._config, choice)
-        if path.startswith("/images"):
-            payload["model"] = provider.model
+    def _post(self, provider, path, cancel, **payload):
+        """-> the answer of a provider of models."""
         headers = {"Authorization": "Bearer " + provider.api_key}
         try:
             return self._http.json("POST", provider.base_url + path, payload, headers, cancel)
@@ -3573,12 +3572,13 @@ class WebTools:
         choice = self._config.get("IMAGE_MODEL") or (choices or [""])[0]
         if not choice:
             raise ToolError(f"no image model is set up: {' or '.join(IMAGE_MODELS)} does that")
-        answer = self._post(choice, "/images/generations", cancel, prompt=prompt,
-                            **{"size": size} if size else {})
+        provider, more = choose_provider(self._config, choice), {"size": size} if size else {}
+        answer = self._post(provider, "/images/generations", cancel, model=provider.model,
+                            prompt=prompt, **more)
         first = (_get(answer, "data", list) or [None])[0]
         data = base64.b64decode((_get(first, "b64_json", str) or "") + "==")
         if _get(first, "url", str):
-            data = self._in_time(cancel or Cancel(), self._get, first["url"])[2]
+            data = self._in_time(cancel or Cancel(), self._get, first["url"], MAX_IMAGE_BYTES)[2]
         endings = [ending for start, ending in IMAGE_STARTS.items() if data.startswith(start)]
         if not endings:
             raise ToolError(f"no image came: {_shown(answer)}")

@@ -2628,7 +2628,7 @@ class TestWebTools(Case):
         self.assertEqual("Nothing found: x", self.web(server, SERPAPI_KEY="key-12345678").web_search("x"))
 
     def test_an_image_is_saved_and_its_path_is_the_result(self):
-        png, jpg = b"\x89PNG\r\n\x1a\n" + b"0" * 50, b"\xff\xd8\xff" + b"1" * 50
+        png, jpg = b"\x89PNG\r\n\x1a\n" + b"0" * (6 << 20), b"\xff\xd8\xff" + b"1" * 50
         server = self.server(refuses(200, {"data": [{"url": "here"}]}), (200, {"Content-Type": "image/png"}, png),
                              refuses(200, {"data": [{"b64_json": base64.b64encode(jpg).decode()}]}))
         server.script[0] = refuses(200, {"data": [{"url": server.url + "/i.png"}]})
