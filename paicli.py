@@ -3171,7 +3171,8 @@ def decode_page(data: bytes, content_type: str = "") -> str:
     for name in [*names, "utf-8", "cp1252"]:
         with contextlib.suppress(LookupError):
             texts.append(data.decode(_WIDER.get(name, name), "replace"))
-            if texts[-1].count("\ufffd") * 50 <= len(texts[-1]):
+            n_bad = texts[-1].rstrip("\ufffd").count("\ufffd")          # its end may be cut off
+            if n_bad * 50 <= len(texts[-1]) * (name in names):          # a guess has none
                 return texts[-1]
     return texts[0]                      # none fits: what the page says of itself
 
@@ -3223,9 +3224,9 @@ class HtmlReader:
 
     def end(self, tag: str) -> None:
         """Take an end tag; one that ends nothing is nothing."""
-        cells = {"tr", "td", "th"}
-        self._end({tag}, {"table"} if tag in cells else () if tag == "table" else
-                  cells if tag in _BLOCKS else _BLOCKS)
+        cells, headings = {"tr", "td", "th"}, {"h1", "h2", "h3", "h4", "h5", "h6"}
+        scope = {"table"} if tag in cells else cells if tag in _BLOCKS else _BLOCKS
+        self._end(headings if tag in headings else {tag}, () if tag == "table" else scope)
 
     def text(self, text: str) -> None:
         """Take a text."""
@@ -3551,7 +3552,7 @@ class WebTools:
 
     def _ask_zhipu(self, query, count, cancel):
         return self._post(choose_provider(self._config, "glm"), "/web_search", cancel, count=count,
-                          search_engine="search_std", search_query=query[:70])      # longer: refused
+                          search_engine="search_std", search_query=query[:70])    # longer: refused
 
     def _post(self, provider, path, cancel, **payload):
         """-> the answer of a provider of models."""

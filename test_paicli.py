@@ -2410,6 +2410,7 @@ class TestWebTools(Case):
                 ("<base href='http://other.test/d/'><a href=e>f</a>", "[f](http://other.test/d/e)"),
                 ("a<script>if (a<b) '</p>'</script><style>x</style><p hidden>c</p><p style='display: none'>d</p>e", "a\n\ne"),
                 ("<p>a<b>b<p>c</b>d</div></td>e", "ab\n\ncde"),
+                ("<h2>a</H3>b", "## a\n\nb"),
                 ("", "")):
             self.assertEqual(wanted, re.sub(r"\n> +\n", "\n>\n", self.markdown(html)), html)
 
@@ -2464,7 +2465,8 @@ class TestWebTools(Case):
                 (b'<?xml version="1.0" encoding="koi8-r"?>' + "Привет".encode("koi8-r"), "text/xml", "Привет"),
                 ("“Привет” всем".encode("cp1251"), "text/html; charset=windows-1251", "“Привет” всем"), ("naïve “€”".encode("cp1252"), "text/html; charset=iso-8859-1", "naïve “€”"),
                 ("é à ü".encode("latin-1"), "text/html; charset=utf-8", "é à ü"), ("é".encode(), "text/html; charset=no-such", "é"),
-                (b"plain", "text/plain; charset=base64", "plain"), (("ж" * 200).encode()[:-1], "text/html; charset=utf-8", "ж" * 199)):
+                (b"plain", "text/plain; charset=base64", "plain"), (b"<p>" + b"x" * 999 + b" caf\xe9s", "text/html", "caf\xe9s"), ("\u00e9\u00df".encode() * 9, "", "\u00e9\u00df" * 9),
+                (("ж" * 200).encode()[:-1], "text/html; charset=utf-8", "ж" * 199)):
             self.assertIn(wanted, paicli.decode_page(data, header), header)
 
     def test_only_addresses_of_the_internet_are_public(self):
