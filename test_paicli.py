@@ -5008,7 +5008,7 @@ class TestMcp(Case):
 
     def test_a_server_that_is_silent_at_the_start_says_where_to_look(self):
         client = paicli.McpClient(paicli.StdioTransport([sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]), start_timeout_s=0.2)
-        server = paicli.McpServer("s", {"command": "x"}, client, repr, print)
+        server = paicli.McpServer("s", {"command": "x"}, client, repr, lambda event: None)
         server.start()
         self.assertRegex(server.status(), r"✗ s +error \| stdio \| no answer to initialize in 0.2 s \(startTimeout\)$")
 
