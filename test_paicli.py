@@ -4303,7 +4303,8 @@ subprocess.Popen(["sleep", "{mark}"]); out.write(b"{{}}\\n"); out.flush(); signa
         return self.start(paicli.HttpTransport(self.http(), self.fake.url + "/mcp", headers, auth))
 
     def ask(self, wire, method="tools/call", id_=1, **params):
-        wire.send({"jsonrpc": "2.0", "id": id_, "method": method, "params": params}, paicli.Cancel())
+        self.cancel = FakeCancel()
+        wire.send({"jsonrpc": "2.0", "id": id_, "method": method, "params": params}, self.cancel)
         self.assertTrue(wait_for(lambda: self.got and (self.got[-1] or {}).get("id") == id_))
         return self.got[-1]
 
@@ -4361,10 +4362,10 @@ subprocess.Popen(["sleep", "{mark}"]); out.write(b"{{}}\\n"); out.flush(); signa
         def answer(handler):
             self.assertEqual(("GET", "e2"), (handler.command, handler.headers["Last-Event-ID"]))
             handler.answer(*self.events('id: e3\ndata: {"id": 1, "result": {"ok": 1}}\n\n'))
-        first = self.events("id: e1\nretry: 10\ndata:\n\n", "id: e2\ndata\n\n")
+        first = self.events("id: e1\nretry: 2500\ndata:\n\n", "id: e2\ndata\n\n")
         wire = self.http_to(first, answer, first, streams_then_waits('{"method": "n"}'))
         wire.version = "2025-11-25"
-        self.assertEqual({"ok": 1}, self.ask(wire)["result"])
+        self.assertEqual(({"ok": 1}, [2.5]), (self.ask(wire)["result"], self.cancel.slept))
         wire.version = ""                # modern: it is lost
         self.assertIsInstance(self.ask(wire, id_=2)["error"], paicli.McpError)
         self.got.clear()
@@ -4893,6 +4894,23 @@ class TestMcp(Case):
         self.raises(paicli.McpError, "asked back 10 times", client.call_tool, "x", {})
         self.assertEqual([], client.list_prompts() + client.list_resources())
 
+    def test_a_modern_server_is_listened_to_until_the_end_and_its_list_holds_as_long_as_it_says(self):
+        answers = {"server/discover": {"supportedVersions": [paicli.MODERN], "capabilities": {"tools": {"listChanged": True}}},
+                   "tools/list": {"tools": [], "ttlMs": 1}}
+        wire = Wire(lambda wire, m: m["method"] in answers and wire.result(m["id"], **answers[m["method"]]))
+        sent = lambda method: [flight for m, flight in zip(wire.sent, wire.flights) if m["method"] == method]
+        server = paicli.McpServer("s", {"command": "x"}, paicli.McpClient(wire), repr, lambda event: None)
+        for n_lists, lasts in ((2, {"ttlMs": 1}), (3, {})):      # the second list holds for ever
+            answers["tools/list"] = {"tools": [], **lasts}
+            server.start()
+            time.sleep(0.002)
+            server.refresh(paicli.Cancel())
+            self.assertEqual(n_lists, len(sent("tools/list")))
+            self.assertTrue(wait_for(lambda: len(sent("subscriptions/listen")) == n_lists - 1))
+            self.assertFalse(sent("subscriptions/listen")[-1].is_set())
+            server.stop()
+            self.assertTrue(wait_for(sent("subscriptions/listen")[-1].is_set))
+
     def test_answers_of_any_shape_end_in_a_server_that_is_ready_or_says_why(self):
         def answer(wire, m):
             era = "legacy" if "supportedVersions" not in odd else "dual"
@@ -4959,7 +4977,7 @@ class TestMcp(Case):
         def make(name, entry):
             client = None if "error" in entry else paicli.McpClient(
                 paicli.StdioTransport([entry["command"], *entry.get("args", ())], dict(os.environ)), {"elicitation/create": self.elicit})
-            return paicli.McpServer(name, entry, client, lambda data, mime: f"<{len(data)} {mime}>", events.append if events is not None else print)
+            return paicli.McpServer(name, entry, client, lambda data, mime: f"<{len(data)} {mime}>", [].append if events is None else events.append)
         servers = paicli.McpServers(make(*item) for item in configs.items())
         self.stack.callback(servers.close)
         return servers
