@@ -1,6 +1,6 @@
 """Tests of paicli.py, one class per section.  Each class is also an exercise.
 
-    python -m unittest                             all tests (no network, some seconds)
+    python -m unittest                             all tests (no network, half a minute)
     python -m unittest test_paicli.TestTools       one section
 
 To learn by doing, write a section yourself:
