@@ -509,6 +509,14 @@ class TestTheBook(unittest.TestCase):
             below = set().union(*(s.names for s in self.sections if s.number > one.number), set())
             self.assertEqual(set(), used(one.nodes) & below - set(dir(__builtins__)), one.title)
 
+    def test_the_readmes_map_and_links_lead_somewhere(self):
+        readme = (HERE / "README.md").read_text(encoding="utf-8")
+        self.assertEqual([(str(one.number), one.title) for one in book()[2]], re.findall(r"^\| +(\d+) \| (\S.*?) +\|", readme, re.M))
+        headings = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall("^#+ (.+)$", readme, re.M)}
+        links = set(re.findall(r"\]\(#(.+?)\)", readme))
+        self.assertTrue(links and links <= headings, links - headings)
+        self.assertEqual([], [line for line in readme.split("\n") if len(line) > 128])
+
     def test_the_map_in_the_docstring_is_the_sections(self):
         listed = re.findall(r"^\s+(\d+)\. ([A-Z][A-Z0-9 -]+?)(?:  |$)", ast.get_docstring(self.tree), re.M)
         self.assertEqual([(str(s.number), s.title) for s in self.sections], listed)
