@@ -818,7 +818,7 @@ PROVIDERS = {p.name: p for p in (
 CONTEXT_WINDOWS = (("glm-4.5", 131072), ("glm-5.1", 200000), ("glm-5.2", 1048576),
                    ("glm-5.3", 1000000), ("glm-", 204800), ("deepseek-v4", 1000000))
 
-NO_KEY_HELP = """No key for {p.name}, so no model can be asked.  One of these gets you going:
+NO_KEY_HELP = """No key for {p.name}, so no model can be asked.  One of these helps:
   1. put {p.prefix}_API_KEY=... into the environment, ./.env or ~/.paicli/.env
   2. start Ollama on this machine, then: python paicli.py --model ollama{found}
   3. look around without a model: python paicli.py --demo"""
@@ -3931,7 +3931,7 @@ class WebTools:
         count: how many results
         """
         is_set = [n for n, (variable, *_) in SEARCH_SERVICES.items() if self._config.get(variable)]
-        name = self._config.get("SEARCH_PROVIDER").lower() or (is_set or ["no search"])[0]
+        name = self._config.get("SEARCH_PROVIDER").lower() or (is_set or ["web search"])[0]
         if name not in is_set:
             raise ToolError(f"{name} is not set up: SEARXNG_URL, SERPAPI_KEY or GLM_API_KEY does"
                             " that, and SEARCH_PROVIDER=searxng, serpapi or zhipu chooses")
@@ -6810,12 +6810,12 @@ def show_help(app, arguments: str) -> str:
     for name, function in commands().items():
         usage, _, help_ = function.__doc__.split("\n")[0].rpartition("  ")
         lines.append(f"  {name + ' ' + usage:23} {help_}")
-    return "\n".join([*lines, "Or type a question or a task. @path puts a file into it; three "
+    return "\n".join([*lines, "Or type a question or a task. @path puts a file into it;",
                       'quotes """ begin and end one of several lines; Ctrl-C stops a turn.'])
 
 
 def clear_history(app, arguments: str) -> str:
-    """[all]  Start a new conversation; all: delete this folder's old ones."""
+    """[all]  Begin a new conversation; all: delete the old ones."""
     if arguments == "all":
         app.memory.delete_all()
         return "Conversation history cleared."
@@ -6830,7 +6830,7 @@ def leave(app, arguments: str) -> str:
 
 
 def choose_model(app, arguments: str) -> str:
-    """[NAME]  Show the model, or use another: PROVIDER[:MODEL] or URL#MODEL."""
+    """[NAME]  Show the model, or use PROVIDER[:MODEL] or URL#MODEL."""
     notice = app.use_model(arguments) if arguments else ""
     now = getattr(app.agent.model, "provider", None)
     name = f"{now.name}, {now.model} at {now.base_url}" if now else "the demo model, keyword rules"
@@ -6947,7 +6947,7 @@ def forget_fact(app, arguments: str) -> str:
 
 
 def plan_task(app, arguments: str) -> str:
-    """[TASK]  Plan it, or the next message, and run the steps side by side."""
+    """[TASK]  Plan it, or the next message, then run the plan."""
     app.mode = "plan"
     return app.run_turn(arguments) if arguments else "The next message will be planned."
 
@@ -6959,7 +6959,7 @@ def give_to_team(app, arguments: str) -> str:
 
 
 def index_folder(app, arguments: str) -> str:
-    """[PATH]  Read a folder for /search; the next time, what has changed of it."""
+    """[PATH]  Read a folder for /search; next time, what changed."""
     def on_progress(stats):
         bar = ("█" * (10 * stats.done // stats.changed)).ljust(10, "░")
         app.events.put({"type": "wait", "text": f"📚 {bar} {stats.done} of {stats.changed} files, "
@@ -6990,7 +6990,7 @@ def show_graph(app, arguments: str) -> str:
 
 
 def manage_servers(app, arguments: str) -> str:
-    """[restart|enable|disable|logs|login|logout|resources|prompts NAME]  MCP servers."""
+    """[ACTION NAME]  MCP servers; /mcp ? lists the actions."""
     servers, (action, _, name) = app.mcp, arguments.partition(" ")
     name = name.strip()
     app.events.put({"type": "wait", "text": "🔌 Waiting for MCP servers..."})
@@ -7199,7 +7199,9 @@ def load_schema(path: str) -> dict:
     try:
         schema = json.loads(_bytes_of(path))
         unknown = ", ".join(sorted(_unchecked(schema)))
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
+    except OSError as e:
+        raise ConfigError(f"--schema {path}: {e.strerror}") from None
+    except (ValueError, TypeError, AttributeError, RecursionError) as e:
         raise ConfigError(f"--schema {path}: not a JSON Schema: {e}") from None
     if unknown:
         raise ConfigError(f"--schema {path}: can't check {unknown}, only {', '.join(CHECKED)}")
