@@ -5674,10 +5674,8 @@ class StdioTransport:
             latest = time.monotonic() + CLOSE_WAIT_S
             while has_group(self.popen) and time.monotonic() < latest:
                 time.sleep(0.005)
-            if has_group(self.popen):
+            if has_group(self.popen):    # _read() collects what is left of it
                 kill_tree(self.popen)
-                with contextlib.suppress(subprocess.TimeoutExpired):     # as Process.kill() does
-                    self.popen.wait(GRACE_S)
 
 
 class HttpTransport:
@@ -6107,7 +6105,7 @@ def _visit(connection):
 # Tests: TestMcp (exercise, 3 of 3 stars).  Try: /mcp, and mcp.example.json.
 
 MODERN = "2026-07-28"
-LEGACY = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")
+LEGACY = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")        # the last is asked for
 PROBE_TIMEOUT_S = 10                     # old servers may keep silent when asked for what is new
 MAX_PAGES = 100
 MAX_INPUT_ROUNDS = 10
@@ -6182,7 +6180,7 @@ class McpConnection:
                     for key, asked in questions.items()}
         raise McpError(f"the server asked back {MAX_INPUT_ROUNDS} times")
 
-    def _send(self, method, params, cancel=None, timeout_s=0):
+    def _send(self, method, params, cancel, timeout_s):
         """-> the result of one request, sent again with a better token, or in a new session."""
         if self.version == MODERN:
             params = {**params, "_meta": {**params.get("_meta", {}),
@@ -6208,12 +6206,11 @@ class McpConnection:
 
     def _discover(self, cancel):
         """True if the server speaks the modern protocol."""
-        self.version, timeout_s = MODERN, min(PROBE_TIMEOUT_S, self.start_timeout_s)
+        self.version, supported, timeout_s = MODERN, (), min(PROBE_TIMEOUT_S, self.start_timeout_s)
         for _ in range(2):               # some refuse a version and list it
             try:
                 found = self.request("server/discover", {}, cancel, timeout_s)
-                supported = _get(found, "supportedVersions", list) or ()     # some answer anything
-                if MODERN in supported:
+                if MODERN in (_get(found, "supportedVersions", list) or ()):
                     self.peer.on_request = None           # a response may not be sent
                     self.capabilities = _get(found, "capabilities", dict) or {}
                     return True
@@ -6223,19 +6220,19 @@ class McpConnection:
                 supported = _get(getattr(e, "data", None), "supported", list) or ()
             if MODERN not in supported:
                 break
-        self.version = max((v for v in LEGACY if v in supported), default=LEGACY[-1])
+        self.version = LEGACY[-1]
         return False
 
     def _initialize(self, cancel):
         self.transport.version = ""      # nor is there a session now
-        found = self._send("initialize", {
+        found = self.request("initialize", {
             "protocolVersion": self.version, "clientInfo": self._info,
             "capabilities": self._abilities}, cancel, self.start_timeout_s)
-        version = found.get("protocolVersion")
+        if found.get("protocolVersion") not in LEGACY:
+            raise McpError(f"the server speaks version {found.get('protocolVersion')!r}, which is "
+                           "not known here")
+        self.version = self.transport.version = found["protocolVersion"]
         self.capabilities = _get(found, "capabilities", dict) or {}
-        if version not in LEGACY:
-            raise McpError(f"the server speaks version {version!r}, which is not known here")
-        self.version = self.transport.version = version
         self.peer.notify("notifications/initialized")
         if self.is_http:
             Job("mcp-listen", self.transport.listen)
@@ -6475,8 +6472,8 @@ def _typed(field, text):
 # ---- configuration
 
 # What an entry of mcp.json must look like; every text in it may hold ${VAR} and ${VAR:-default}.
-_TEXTS, _SECONDS = {"type": "array", "items": _TEXT}, {
-    "type": "number", "minimum": 0.001, "maximum": 1e9}
+_TEXTS = {"type": "array", "items": _TEXT}
+_SECONDS = {"type": "number", "minimum": 0.001, "maximum": 1e9}
 _SERVER = {**_OBJECT, "properties": {
     "type": {"enum": ["stdio", "http", "streamable-http", "streamableHttp"]},
     "command": _TEXT, "args": _TEXTS, "env": _OBJECT, "cwd": _TEXT, "url": _TEXT,
