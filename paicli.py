@@ -5475,12 +5475,6 @@ class Peer:
                 raise queue.Empty
         return message
 
-    def renew(self, id_) -> None:
-        """Let the request of this id wait anew: it is still worked on."""
-        waiting = self._waiting.get(str(id_))
-        if waiting:
-            waiting.put(None)
-
     def notify(self, method: str, params: dict | None = None) -> None:
         """Tell the other side something; nothing is raised if it can't be reached."""
         self._tell({"method": method, "params": params or {}})
@@ -5508,7 +5502,11 @@ class Peer:
             if "method" not in m and waiting:
                 waiting.put(m)
             elif method and "id" not in m:
-                self.on_notification(method, _get(m, "params", dict) or {})
+                params = _get(m, "params", dict) or {}
+                waiting = self._waiting.get(str(params.get("progressToken")))
+                if waiting:              # that request is still worked on
+                    waiting.put(None)
+                self.on_notification(method, params)
             elif method and self.on_request:
                 self._served.append(m)   # it may ask a person, and the next message is coming
                 Job("rpc", self._serve, m)
@@ -6202,7 +6200,7 @@ class McpConnection:
 
     def _open(self):
         self.peer = Peer(self.transport)
-        self.peer.on_request, self.peer.on_notification = self._serve, self._on_notification
+        self.peer.on_request, self.peer.on_notification = self._serve, self.on_notification
 
     def _discover(self, cancel):
         """True if the server speaks the modern protocol."""
@@ -6239,12 +6237,6 @@ class McpConnection:
 
     def _serve(self, method, params):
         return self.handlers.get(method, functools.partial(refuse_request, method))(params)
-
-    def _on_notification(self, method, params):
-        if method == "notifications/progress":
-            self.peer.renew(params.get("progressToken"))
-        self.on_notification(method, params)
-
 
 class McpClient(McpConnection):
     """What a server offers: tools, resources, prompts."""
@@ -6941,8 +6933,7 @@ def show_graph(app, arguments: str) -> str:
 def manage_servers(app, arguments: str) -> str:
     """[restart|enable|disable|logs|login|logout|resources|prompts NAME]  MCP servers."""
     action, _, name = arguments.partition(" ")
-    app.events.put({"type": "wait", "text": "🔌 Waiting for MCP servers..."})
-    app.mcp.tools(START_WAIT_S, app.cancel)
+    refresh_tools(app, app.cancel)
     actions = {"restart": lambda server: server.restart(app.cancel),
                "enable": lambda server: server.restart(app.cancel),
                "disable": lambda server: server.stop(),
