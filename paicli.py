@@ -5734,11 +5734,9 @@ class HttpTransport:
 
     def _receive(self, method, message, marks, cancel, timeout_s=READ_TIMEOUT_S):
         """-> the answer to a message, or None if the reply ends without one."""
-        body, headers = None, self._headers(message)
+        body, headers = None, self._headers(message, marks.get("id"))
         if method == "POST":
             body = json_bytes(message)
-        elif "id" in marks:
-            headers["Last-Event-ID"] = marks["id"]
         try:
             with self.http.open(method, self.url, body, headers, cancel, timeout_s) as reply:
                 return self._read(message, marks, reply)
@@ -5771,11 +5769,11 @@ class HttpTransport:
                 self._receive("GET", {}, {}, self._closing, 3600)
                 self._closing.sleep(LISTEN_PAUSE_S)
 
-    def _headers(self, message):
+    def _headers(self, message, last_event=None):
         params = message.get("params") or {}
         version = (params.get("_meta") or {}).get(META + "protocolVersion")
         headers = {"Content-Type": "application/json", **self.headers,
-                   "Accept": "application/json, text/event-stream"}
+                   "Accept": "application/json, text/event-stream", "Last-Event-ID": last_event}
         if self.auth:
             headers["Authorization"] = self.auth.header(self.url) or None
         if version:                      # modern: proxies on the way want to read these
@@ -5949,7 +5947,7 @@ class OAuth:
                 return False
             record = {**record, "token": {}}              # to refresh it gives no more rights
         asked = {"resource": resource["resource"], **({"scope": scope} if scope else {})}
-        for client, fields in self._ways(issuer, record, settings, scope, cancel):
+        for client, fields in self._ways(issuer, record, settings, scope):
             if not (fields or self._is_awaited(cancel)):
                 raise PaiError(f"it needs a login: /mcp login {settings.get('name', 'NAME')}")
             try:
@@ -5995,7 +5993,7 @@ class OAuth:
                 return {name: value for name, value in found.items() if value is not None}
         return {}
 
-    def _ways(self, issuer, record, settings, scope, cancel):
+    def _ways(self, issuer, record, settings, scope):
         """Yield (client, fields for the token endpoint, {} to ask the person), quietest first."""
         refresh = record.get("token", {}).get("refresh_token")
         if refresh:
@@ -6241,18 +6239,19 @@ class McpConnection:
 class McpClient(McpConnection):
     """What a server offers: tools, resources, prompts."""
 
-    fresh_s = math.inf                   # how long the list that was read last is said to hold
+    stale_at = math.inf                  # when its tools should be listed anew; -1: now
 
     def _list(self, method, key, cancel=None):
         """-> all items of a list, whatever its pages; none of what the server does not have."""
-        items, params, self.fresh_s = [], {}, math.inf
+        items, params = [], {}
         if key != "tools" and method.split("/")[0] not in self.capabilities:
             return []
         for _ in range(MAX_PAGES):
             page = self.request(method, params, cancel)
             items += [item for item in _get(page, key, list) or () if isinstance(item, dict)]
             ttl_ms = _get(page, "ttlMs", int) or 0
-            self.fresh_s = min(self.fresh_s, ttl_ms / 1000 if ttl_ms > 0 else math.inf)
+            if ttl_ms > 0:
+                self.stale_at = min(self.stale_at, time.monotonic() + ttl_ms / 1000)
             cursor = _get(page, "nextCursor", str)        # "" is one, too
             if cursor is None:
                 return items
@@ -6264,7 +6263,7 @@ class McpClient(McpConnection):
 
     def list_tools(self, cancel: Cancel | None = None) -> list[dict]:
         """Return the server's tools as it describes them; the unusable are left out, and logged."""
-        tools = {}
+        tools, self.stale_at = {}, math.inf               # they may change while they are listed
         for found in self._list("tools/list", "tools", cancel):
             name = _get(found, "name", str)
             if _get(found.get("execution"), "taskSupport", str) == "required":
@@ -6288,6 +6287,7 @@ class McpClient(McpConnection):
             if e.code != HEADER_MISMATCH:
                 raise
             self.list_tools(cancel)      # other arguments are headers now
+            self.stale_at = -1
             return self.request("tools/call", params, cancel)
 
     def list_resources(self, cancel: Cancel | None = None) -> list[dict]:
@@ -6534,7 +6534,6 @@ class McpServer:
         self.state = "disabled" if entry.get("disabled") else "waiting"     # starting ready error
         self.error, self.tools, self.since = entry.get("error", ""), [], 0.0
         self.log = client.transport.log if client else ()
-        self._stale_at = math.inf        # when its tools must be asked for anew; -1: now
         self._n_deaths = 0
         self._starting = Cancel()        # of a start in the background
         self._lock = threading.RLock()   # one starts or stops it at a time
@@ -6586,13 +6585,13 @@ class McpServer:
                 self._n_deaths = min(self._n_deaths + 1, 6)
                 self.start(cancel)
             if self.state != "ready":
-                raise McpError(": ".join(filter(None, [
-                    f"the MCP server {self.name} is not ready ({self.state})", self.error])))
+                why = f": {self.error}" if self.error else ""
+                raise McpError(f"the MCP server {self.name} is not ready ({self.state}){why}")
             return self.client
 
     def _on_notification(self, method, params):
         if method == "notifications/tools/list_changed":
-            self._stale_at = -1
+            self.client.stale_at = -1
         elif method == "notifications/progress":
             total = f" of {params['total']}" if params.get("total") else ""
             said = one_line(f"{params.get('progress')}{total} {params.get('message') or ''}")
@@ -6600,17 +6599,15 @@ class McpServer:
 
     def refresh(self, cancel: Cancel) -> None:
         """Ask for the tools again if they have changed."""
-        if self.state != "ready" or self._stale_at > time.monotonic():
+        if self.state != "ready" or self.client.stale_at > time.monotonic():
             return                       # before the lock: one that starts holds it for long
         with contextlib.suppress(PaiError), self._lock:
             if self.state == "ready":
                 self.tools = self._list_tools(cancel)
 
     def _list_tools(self, cancel):
-        self._stale_at, tools = math.inf, {}
-        found = self.client.list_tools(cancel)
-        self._stale_at = min(self._stale_at, time.monotonic() + self.client.fresh_s)
-        for t in found:
+        tools = {}
+        for t in self.client.list_tools(cancel):
             text = t.get("description") or t.get("title") or ""
             tools[t["name"]] = Tool("", clip(str(text), 4000), clean_schema(
                 t.get("inputSchema")), functools.partial(self._call, t["name"]))

@@ -56,7 +56,7 @@ import paicli
 
 HERE = pathlib.Path(__file__).resolve().parent
 PATH = HERE / "paicli.py"
-MAX_LINES = 7781
+MAX_LINES = 7778
 POSIX = os.name == "posix"
 
 
@@ -4909,6 +4909,33 @@ class TestMcp(Case):
             client._open()
             self.assertEqual([{"name": "t"}], client.list_tools())
             self.assertEqual(["tools/list: the list has no end, so the rest is left out"], list(client.transport.log))
+
+    def test_tools_are_listed_anew_when_they_are_said_to_be_stale(self):
+        def answer(wire, m):
+            if "id" in m:
+                wire.result(m["id"], **{**fake_mcp("modern", m)[-1]["result"], "ttlMs": ttl_ms, "nextCursor": None})
+        ttl_ms, wire = 10 ** 9, Wire(answer)
+        server = paicli.McpServer("s", {}, paicli.McpClient(wire), repr, lambda event: None)
+        n_lists = lambda: [m["method"] for m in wire.sent].count("tools/list")
+        server.start()
+        server.refresh(paicli.Cancel())
+        self.assertEqual(1, n_lists())
+        ttl_ms = 1
+        wire.on_message({"jsonrpc": "2.0", "method": "notifications/tools/list_changed"})
+        server.refresh(paicli.Cancel())
+        time.sleep(0.01)
+        server.refresh(paicli.Cancel())
+        self.assertEqual(3, n_lists())
+
+    def test_a_call_with_other_headers_than_the_server_wants_is_made_again(self):
+        def answer(wire, m):
+            if m.get("method") == "tools/call" and [m["method"] for m in wire.sent].count("tools/call") == 1:
+                return wire.on_message({"jsonrpc": "2.0", "id": m["id"], "error": {"code": -32020, "message": "header"}})
+            return wire.result(m["id"], **fake_mcp("modern", m)[-1]["result"])
+        client = paicli.McpClient(Wire(answer))
+        client.connect()
+        self.assertEqual("hi", client.call_tool("echo", {"text": "hi"})["content"][0]["text"])
+        self.assertEqual(["tools/call", "tools/list", "tools/list", "tools/call"], [m["method"] for m in client.transport.sent][1:])
 
     def test_a_better_token_is_tried(self):
         class Auth:
