@@ -6202,22 +6202,21 @@ class McpConnection:
 
     def _discover(self, cancel):
         """True if the server speaks the modern protocol."""
-        self.version, supported, timeout_s = MODERN, (), min(PROBE_TIMEOUT_S, self.start_timeout_s)
-        for _ in range(2):               # some refuse a version and list it
-            try:
-                found = self.request("server/discover", {}, cancel, timeout_s)
-                if MODERN in (_get(found, "supportedVersions", list) or ()):
-                    self.peer.on_request = None           # a response may not be sent
-                    self.capabilities = _get(found, "capabilities", dict) or {}
-                    return True
-            except (McpError, HttpError) as e:
-                if getattr(e, "status", 404) in (0, 401, 403):
-                    raise                # it can't be reached, or not by us
-                supported = _get(getattr(e, "data", None), "supported", list) or ()
-            if MODERN not in supported:
-                break
-        self.version = LEGACY[-1]
-        return False
+        self.version, found = MODERN, {}
+        try:
+            found = self.request("server/discover", {}, cancel,
+                                 min(PROBE_TIMEOUT_S, self.start_timeout_s))
+            supported = _get(found, "supportedVersions", list) or ()         # some answer anything
+        except (McpError, HttpError) as e:
+            if getattr(e, "status", 404) in (0, 401, 403):
+                raise                    # it can't be reached, or not by us
+            supported = _get(getattr(e, "data", None), "supported", list) or ()  # but not this way
+        if MODERN not in supported:
+            self.version = LEGACY[-1]
+            return False
+        self.peer.on_request = None      # a response may not be sent
+        self.capabilities = _get(found, "capabilities", dict) or {}
+        return True
 
     def _initialize(self, cancel):
         self.transport.version = ""      # nor is there a session now

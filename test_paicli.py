@@ -56,7 +56,7 @@ import paicli
 
 HERE = pathlib.Path(__file__).resolve().parent
 PATH = HERE / "paicli.py"
-MAX_LINES = 7778
+MAX_LINES = 7777
 POSIX = os.name == "posix"
 
 
