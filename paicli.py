@@ -5414,7 +5414,6 @@ class CodeTools:
 
 MAX_RENEWALS = 10                        # a request that reports progress may take so many times
 #                                          as long as one that is silent
-MAX_SERVED = 16                          # requests of the other side at once: each is two threads
 
 
 def refuse_request(method: str, params: dict) -> dict:
@@ -5476,17 +5475,13 @@ class Peer:
                 raise queue.Empty
         return message
 
-    def renew(self, id_) -> None:
-        """Let the request of this id wait anew: it is still worked on."""
-        waiting = self._waiting.get(str(id_))
-        if waiting:
-            waiting.put(None)
-
     def notify(self, method: str, params: dict | None = None) -> None:
         """Tell the other side something; nothing is raised if it can't be reached."""
+        self._tell({"method": method, "params": params or {}})
+
+    def _tell(self, message):
         with contextlib.suppress(PaiError):
-            self._transport.send({"jsonrpc": "2.0", "method": method, "params": params or {}},
-                                 Cancel())
+            self._transport.send({"jsonrpc": "2.0", **message}, Cancel())
 
     def close(self) -> None:
         """Close the connection; requests that wait fail."""
@@ -5507,12 +5502,14 @@ class Peer:
             if "method" not in m and waiting:
                 waiting.put(m)
             elif method and "id" not in m:
-                self.on_notification(method, _get(m, "params", dict) or {})
-            elif method and self.on_request and len(self._served) < MAX_SERVED:
+                params = _get(m, "params", dict) or {}
+                waiting = self._waiting.get(str(params.get("progressToken")))
+                if waiting:              # that request is still worked on
+                    waiting.put(None)
+                self.on_notification(method, params)
+            elif method and self.on_request:
                 self._served.append(m)   # it may ask a person, and the next message is coming
                 Job("rpc", self._serve, m)
-            elif method and self.on_request:
-                self._answer_to(m, error={"code": -32603, "message": "too many requests at once"})
 
     def _serve(self, message):
         params = _get(message, "params", dict) or {}
@@ -5521,14 +5518,10 @@ class Peer:
         self._served.remove(message)
         if error:
             code = getattr(error, "code", 0)
-            self._answer_to(message, error={
-                "code": code if isinstance(code, int) and code else -32603, "message": str(error)})
+            code = code if isinstance(code, int) and code else -32603
+            self._tell({"id": message["id"], "error": {"code": code, "message": str(error)}})
         else:
-            self._answer_to(message, result=job.wait())
-
-    def _answer_to(self, message, **answer):
-        with contextlib.suppress(PaiError):
-            self._transport.send({"jsonrpc": "2.0", "id": message["id"], **answer}, Cancel())
+            self._tell({"id": message["id"], "result": job.wait()})
 
 
 def _result(answer):
@@ -5552,7 +5545,7 @@ def _result(answer):
 #     StdioTransport:  {...}\n --> stdin  [server]  stdout --> {...}\n      stderr --> log
 #     HttpTransport:   POST {...} --> [server] --> {...}, or events: {...} {...} the answer
 #
-# Both have start(on_message, on_close), send(message, cancel), recover(error, cancel), close().
+# Both have start(on_message, on_close), send(message, cancel) and close(), as a Peer wants them.
 # Trap: a server may print banners on stdout, write megabytes to stderr, leave grandchildren, or
 # die in the middle of a line; an HTTP stream may end early and be fetched on by its last event id.
 # Simplified: stdio has no limit on how much may wait to be written; the HTTP+SSE transport of 2024
@@ -5564,7 +5557,9 @@ ANEW = "-- started anew"                 # in a log, between two processes of on
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_DEPTH = 200                          # of a JSON value; Python's parser fails at some thousand
 CLOSE_WAIT_S = 1.0                       # for a server to end once its stdin is closed
+SESSION_OVER = "session over"            # the code of an error: initialize anew
 NOTICE_WAIT_S = 2                        # for a server to take what needs no answer
+LISTEN_PAUSE_S = 5                       # before a stream of notices that has ended is opened anew
 META = "io.modelcontextprotocol/"        # what the keys of a modern request's _meta begin with
 
 
@@ -5636,10 +5631,6 @@ class StdioTransport:
         """Have a message written; this never waits, whether the server reads or not."""
         self._outbox.put(json_bytes(message) + b"\n")
 
-    def recover(self, error: PaiError, cancel: Cancel) -> bool:
-        """Return whether to send again after this error: never, a pipe can't be mended."""
-        return False
-
     def _write(self, pipe, outbox):
         with contextlib.suppress(OSError), pipe:          # the server may be gone
             for data in iter(outbox.get, None):
@@ -5681,10 +5672,8 @@ class StdioTransport:
             latest = time.monotonic() + CLOSE_WAIT_S
             while has_group(self.popen) and time.monotonic() < latest:
                 time.sleep(0.005)
-            if has_group(self.popen):
+            if has_group(self.popen):    # _read() collects what is left of it
                 kill_tree(self.popen)
-                with contextlib.suppress(subprocess.TimeoutExpired):     # as Process.kill() does
-                    self.popen.wait(GRACE_S)
 
 
 class HttpTransport:
@@ -5692,7 +5681,7 @@ class HttpTransport:
 
     def __init__(self, http: Http, url: str, headers: dict | None = None, auth=None):
         self.http, self.url, self.headers = http, url, headers or {}
-        self.auth = auth                 # section 20: header(url), on_refusal(url, status, ...)
+        self.auth = auth                 # section 20: header(url), on_refusal(url, error, cancel)
         self.log = collections.deque(maxlen=LOG_LINES)
         self.param_paths = {}            # tool -> {header: where in its arguments the value is}
         self.version = self._session = ""                 # as initialize agreed on, if it was sent
@@ -5710,28 +5699,13 @@ class HttpTransport:
             Job("mcp-http", self._exchange, message, cancel)
         elif self.version or message.get("method") != "notifications/cancelled":
             # In the modern protocol a request is cancelled by letting go of it.
-            self._send_briefly("POST", message)
+            self._tell("POST", message)
 
-    def _send_briefly(self, method, message):
-        """Send what needs no answer; a server that drips one holds nobody up."""
-        flight = Cancel()
-        with contextlib.suppress(TimeoutError):
-            Job("mcp-http", self._receive, method, message, {}, flight).wait(None, NOTICE_WAIT_S)
-        flight.set()
-
-    def recover(self, error: PaiError, cancel: Cancel) -> bool:
-        """Return whether to send again: after initialize if `version` is "", with a new token."""
-        if self._has_lost_session(error):
-            self.version = ""
-            return True
-        status = getattr(error, "status", 0)
-        return bool(self.auth and status in (401, 403) and self.auth.on_refusal(
-            self.url, status, ", ".join(error.headers.get_all("WWW-Authenticate", ())), cancel))
-
-    def _has_lost_session(self, error):
-        status, body = getattr(error, "status", 0), getattr(error, "body", "")
-        return self.version and self._session and (
-            status == 404 or status == 400 and "session" in body.lower())
+    def _tell(self, method, message):
+        """Send what needs no answer; only the head of one is waited for."""
+        body = json_bytes(message) if message else None
+        with self.http.open(method, self.url, body, self._headers(message), None, NOTICE_WAIT_S):
+            pass
 
     def _exchange(self, message, cancel):
         """Send a request and hand on what comes for it, the answer last."""
@@ -5745,37 +5719,42 @@ class HttpTransport:
             if answer is None:
                 raise McpError("the answer broke off", "closed")
         except PaiError as e:
-            body = parse_message(getattr(e, "body", ""))  # an error in it says more than the status
-            is_more = _get(body, "error", dict) and e.status not in (401, 403)
-            answer = body if is_more and not self._has_lost_session(e) else {"error": e}
+            answer = self._refusal(e)
         self._on_message({"jsonrpc": "2.0", **answer, "id": message["id"]})
+
+    def _refusal(self, error):
+        """-> the answer that an error is; what its body says is more than its status."""
+        status, text = getattr(error, "status", 0), getattr(error, "body", "")
+        is_lost = status == 404 or status == 400 and "session" in text.lower()
+        if is_lost and self._session and self.version:
+            return {"error": McpError(str(error), SESSION_OVER)}
+        body = parse_message(text)
+        is_told = _get(body, "error", dict) and status not in (401, 403)
+        return body if is_told else {"error": error}
 
     def _receive(self, method, message, marks, cancel, timeout_s=READ_TIMEOUT_S):
         """-> the answer to a message, or None if the reply ends without one."""
-        body, headers = None, self._headers(message)
+        body, headers = None, self._headers(message, marks.get("id"))
         if method == "POST":
             body = json_bytes(message)
-        elif "id" in marks:
-            headers["Last-Event-ID"] = marks["id"]
         try:
             with self.http.open(method, self.url, body, headers, cancel, timeout_s) as reply:
-                return self._read(method, message, marks, reply)
+                return self._read(message, marks, reply)
         except HttpError as e:
             if e.status or "id" not in marks:
                 raise
             return None                  # it broke off, as streams may
 
-    def _read(self, method, message, marks, reply):
+    def _read(self, message, marks, reply):
         if message.get("method") == "initialize":
             self._session = reply.headers.get("Mcp-Session-Id", "")
         kind = reply.headers.get_content_type()
-        if kind == "application/json" and "method" in message:
+        if kind == "application/json" and message:
             found = parse_message(reply.read().decode("utf-8", "replace"))
             return found if isinstance(found, dict) else None
-        is_stream = kind == "text/event-stream"
-        if not is_stream and (method == "GET" or "method" in message and "id" in message):
+        if kind != "text/event-stream":
             raise McpError(f"it answers with {kind}, not as an MCP server: is the URL right?")
-        for _, data in reply.events(marks) if is_stream else ():
+        for _, data in reply.events(marks):
             found = parse_message(data)
             if isinstance(found, dict) and "method" not in found and str(
                     found.get("id")) == str(message.get("id", "")):
@@ -5785,28 +5764,25 @@ class HttpTransport:
 
     def listen(self) -> None:
         """Hear what an older server says of itself, until close(); many don't offer that."""
-        wait_s = 1
         with contextlib.suppress(PaiError):
             while True:
                 self._receive("GET", {}, {}, self._closing, 3600)
-                self._closing.sleep(wait_s)
-                wait_s = min(60, 2 * wait_s)
+                self._closing.sleep(LISTEN_PAUSE_S)
 
-    def _headers(self, message):
+    def _headers(self, message, last_event=None):
         params = message.get("params") or {}
         version = (params.get("_meta") or {}).get(META + "protocolVersion")
         headers = {"Content-Type": "application/json", **self.headers,
-                   "Accept": "application/json, text/event-stream"}
+                   "Accept": "application/json, text/event-stream", "Last-Event-ID": last_event}
         if self.auth:
             headers["Authorization"] = self.auth.header(self.url) or None
         if version:                      # modern: proxies on the way want to read these
             name = params.get("name", params.get("uri"))
             headers.update({"MCP-Protocol-Version": version, "Mcp-Method": message["method"]})
-            headers["Mcp-Name"] = None if name is None else header_value(name)
+            headers["Mcp-Name"] = header_value(name)
             for header, path in self.param_paths.get(name, {}).items():
-                value = functools.reduce(lambda v, key: v and v.get(key), path,
-                                         params.get("arguments"))
-                headers["Mcp-Param-" + header] = None if value is None else header_value(value)
+                headers["Mcp-Param-" + header] = header_value(functools.reduce(
+                    lambda value, key: value and value.get(key), path, params.get("arguments")))
         elif self.version:
             headers.update({"MCP-Protocol-Version": self.version,
                             "Mcp-Session-Id": self._session or None})
@@ -5817,15 +5793,17 @@ class HttpTransport:
         self._closing.set("closed")
         if self._session:
             with contextlib.suppress(PaiError):
-                self._send_briefly("DELETE", {})
+                self._tell("DELETE", {})
             self._session = ""
 
 
-def header_value(value) -> str:
-    """Return a string, number or bool as a header's value, coded if it is not plain ASCII.
+def header_value(value) -> str | None:
+    """Return a string, number or bool as a header's value, coded if it is not plain; None stays.
 
     "us-east" -> "us-east";  True -> "true";  "Łódź" -> "=?base64?xYHDs2TFug==?="
     """
+    if value is None:
+        return None
     text = value if isinstance(value, str) else json.dumps(value)
     if re.fullmatch(r"(?!=\?base64\?)(?! )[ -~]*(?<! )", text):
         return text
@@ -5835,33 +5813,23 @@ def header_value(value) -> str:
 def header_params(schema) -> dict[str, tuple]:
     """Return {header: path in the arguments} of each x-mcp-header in a tool's schema.
 
+    {"properties": {"a": {"type": "string", "x-mcp-header": "Region"}}} -> {"region": ("a",)}
     Raises ValueError for one that can't be a header; the whole tool is unusable then.
     """
-    found = {}
-    for name, path in _marked(schema, (), True):
-        if name.lower() in map(str.lower, found):
-            raise ValueError(f"two arguments are the header {name}")
-        found[name] = path
+    found, left = {}, [((), schema if isinstance(schema, dict) else {})]
+    while left:
+        path, inner = left.pop()
+        if "x-mcp-header" in inner:
+            name, kind = _get(inner, "x-mcp-header", str) or "", inner.get("type")
+            is_token = re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name)
+            if not is_token or kind not in ("string", "integer", "boolean"):
+                raise ValueError(f"x-mcp-header {name!r} of type {kind} can't be a header")
+            found[name.lower()] = path
+        fields = _get(inner, "properties", dict) or {}
+        left += [((*path, name), f) for name, f in fields.items() if isinstance(f, dict)]
+    if len(found) != json.dumps(schema).count('"x-mcp-header":'):
+        raise ValueError("an x-mcp-header stands where none can be, or two are the same")
     return found
-
-
-def _marked(schema, path, is_plain):
-    if isinstance(schema, list):
-        schema = dict(enumerate(schema))
-    if not isinstance(schema, dict):
-        return
-    if "x-mcp-header" in schema:
-        name, kind = schema["x-mcp-header"], schema.get("type")
-        is_token = isinstance(name, str) and re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name)
-        if not (is_token and is_plain and kind in ("string", "integer", "boolean")):
-            raise ValueError(f"x-mcp-header {name!r} can't be a header")
-        yield name, path
-    for key, value in schema.items():
-        if key == "properties" and is_plain and isinstance(value, dict):
-            for name, inner in value.items():
-                yield from _marked(inner, (*path, name), True)
-        elif key not in ("x-mcp-header", "enum", "const", "default", "examples"):
-            yield from _marked(value, path, False)
 
 
 # =============================================================================
@@ -5934,10 +5902,11 @@ class OAuth:
         token = _get(_get(self._records.get(url), "token", dict), "access_token", str)
         return token and "Bearer " + token
 
-    def on_refusal(self, url: str, status: int, www_authenticate: str, cancel: Cancel) -> bool:
+    def on_refusal(self, url: str, error: HttpError, cancel: Cancel) -> bool:
         """Get a better token, True if the request may now pass.  Raises PaiError, Cancelled."""
-        challenge, refused = parse_challenge(www_authenticate), self.header(url)
-        if status != 401 and challenge.get("error") != "insufficient_scope":
+        said = error.headers.get_all("WWW-Authenticate", ()) if error.headers else ()
+        challenge, refused = parse_challenge(", ".join(said)), self.header(url)
+        if error.status != 401 and challenge.get("error") != "insufficient_scope":
             return False
         with self._renewing[url]:        # those refused at the same time share one login
             cancel.check()
@@ -5978,7 +5947,7 @@ class OAuth:
                 return False
             record = {**record, "token": {}}              # to refresh it gives no more rights
         asked = {"resource": resource["resource"], **({"scope": scope} if scope else {})}
-        for client, fields in self._ways(issuer, record, settings, scope, cancel):
+        for client, fields in self._ways(issuer, record, settings, scope):
             if not (fields or self._is_awaited(cancel)):
                 raise PaiError(f"it needs a login: /mcp login {settings.get('name', 'NAME')}")
             try:
@@ -6024,7 +5993,7 @@ class OAuth:
                 return {name: value for name, value in found.items() if value is not None}
         return {}
 
-    def _ways(self, issuer, record, settings, scope, cancel):
+    def _ways(self, issuer, record, settings, scope):
         """Yield (client, fields for the token endpoint, {} to ask the person), quietest first."""
         refresh = record.get("token", {}).get("refresh_token")
         if refresh:
@@ -6088,33 +6057,32 @@ class OAuth:
         return token
 
 
-def login_in_browser(say: Callable, open_page: Callable, page: str, cancel: Cancel) -> dict:
+def login_in_browser(show: Callable[[str], None], page: str, cancel: Cancel) -> dict:
     """Show the person a page; return the parameters of the URL on this machine it leads to."""
     place = ("127.0.0.1", int(re.search(r"redirect_uri=[^&]*%3A(\d+)", page)[1]))
     try:
         with socket.create_server(place) as callback, cancel.on_set(
                 lambda: socket.create_connection(place).close()):        # it wakes accept()
             callback.settimeout(LOGIN_TIMEOUT_S)
-            say(page)
-            open_page(page)
-            return _visit(callback, cancel)
+            show(page)
+            visit = None
+            while not visit:             # some browsers connect and say nothing
+                visit = _visit(callback.accept()[0])
+                cancel.check()
+            return dict(urllib.parse.parse_qsl(visit[1].decode("latin-1")))
     except OSError as e:                 # the port is taken, or nobody came
         raise PaiError(f"no login on port {place[1]} ({e}): try again, or set oauth.callbackPort "
                        "in mcp.json") from e
 
 
-def _visit(callback, cancel):
-    """-> the parameters of the first visit that has any."""
-    while True:
-        connection, _ = callback.accept()
-        with connection, contextlib.suppress(OSError):    # some browsers connect and say nothing
-            cancel.check()
-            connection.settimeout(3)
-            request = re.match(rb"GET \S*\?(\S+)", connection.recv(65536))
-            connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
-                               b"PaiCLI got the answer; you can close this page.")
-            if request:
-                return dict(urllib.parse.parse_qsl(request[1].decode("latin-1")))
+def _visit(connection):
+    """-> a match with the parameters of the page a browser asks for, None if it has none."""
+    with connection, contextlib.suppress(OSError):
+        connection.settimeout(3)
+        request = connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
+                           b"PaiCLI got the answer; you can close this page.")
+        return re.match(rb"GET \S*\?(\S+)", request)
 
 
 # =============================================================================
@@ -6133,33 +6101,30 @@ def _visit(callback, cancel):
 # Tests: TestMcp (exercise, 3 of 3 stars).  Try: /mcp, and mcp.example.json.
 
 MODERN = "2026-07-28"
-LEGACY = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")
+LEGACY = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")        # the last is asked for
 PROBE_TIMEOUT_S = 10                     # old servers may keep silent when asked for what is new
 MAX_PAGES = 100
-MAX_TOOLS = 1000                         # of one server, and characters of one tool: a model reads
-MAX_TOOL_CHARS = 60000                   # them all with each request
 MAX_INPUT_ROUNDS = 10
 HEADER_MISMATCH = -32020                 # an error code of the modern protocol
 
 
 # ---- the client
 
-class McpClient:
-    """Speaks with one server, whichever of the two protocols it has."""
+class McpConnection:
+    """A connection to one server, in whichever of the two protocols it speaks."""
 
     def __init__(self, transport, handlers: dict | None = None, timeout_s: float = 60,
                  start_timeout_s: float = 30):
-        self.transport, self._is_http = transport, isinstance(transport, HttpTransport)
         # method -> (params) -> result: what a server may ask for
         self.handlers = {"ping": lambda params: {}, **(handlers or {})}
+        self.on_notification = lambda method, params: None
+        self.transport, self.is_http = transport, isinstance(transport, HttpTransport)
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
-        self._info = {"name": "paicli", "version": __version__}
+        self.peer, self.version, self.capabilities = None, "", {}
         kinds = {"elicitation/create": ("elicitation", {"form": {}, "url": {}}),
                  "sampling/createMessage": ("sampling", {}), "roots/list": ("roots", {})}
         self._abilities = dict(kinds[method] for method in handlers or ())
-        self.peer, self.version, self.capabilities = None, "", {}
-        self.fresh_s = math.inf          # how long the list that was read last is said to hold
-        self.on_notification = lambda method, params: None
+        self._info = {"name": "paicli", "version": __version__}
         self._closing = Cancel()
 
     def connect(self, cancel: Cancel | None = None) -> None:
@@ -6181,75 +6146,20 @@ class McpClient:
                                "(HTTP+SSE), that is not spoken here") from None
         if self.version == MODERN and _get(self.capabilities.get("tools"), "listChanged", bool):
             wanted = {"notifications": {"toolsListChanged": True}}
-            Job("mcp-listen", self._request, "subscriptions/listen", wanted, self._closing, None)
+            Job("mcp-listen", self.request, "subscriptions/listen", wanted, self._closing, None)
 
-    def _open(self):
-        self.peer = Peer(self.transport)
-        self.peer.on_request, self.peer.on_notification = self._serve, self._on_notification
+    def close(self) -> None:
+        """End the connection, and the process behind it."""
+        self._closing.set("closed")
+        if self.peer:
+            self.peer.close()
 
-    def _discover(self, cancel):
-        """True if the server speaks the modern protocol."""
-        self.version, timeout_s = MODERN, min(PROBE_TIMEOUT_S, self.start_timeout_s)
-        for _ in range(2):               # some refuse a version and list it
-            try:
-                found = self._request("server/discover", {}, cancel, timeout_s)
-                supported = _get(found, "supportedVersions", list) or ()     # some answer anything
-                if MODERN in supported:
-                    self.peer.on_request = None           # a response may not be sent
-                    self.capabilities = _get(found, "capabilities", dict) or {}
-                    return True
-            except (McpError, HttpError) as e:
-                if getattr(e, "status", 404) in (0, 401, 403):
-                    raise                # it can't be reached, or not by us
-                supported = _get(getattr(e, "data", None), "supported", list) or ()
-            if MODERN not in supported:
-                break
-        self.version = max((v for v in LEGACY if v in supported), default=LEGACY[-1])
-        return False
+    def request(self, method: str, params: dict, cancel: Cancel | None = None,
+                timeout_s: float | None = 0) -> dict:
+        """Return the complete result; what the server asks back for it is answered on the way.
 
-    def _initialize(self, cancel):
-        self.transport.version = ""      # nor is there a session now
-        found = self._send("initialize", {
-            "protocolVersion": self.version, "clientInfo": self._info,
-            "capabilities": self._abilities}, cancel, self.start_timeout_s)
-        version = found.get("protocolVersion")
-        self.capabilities = _get(found, "capabilities", dict) or {}
-        if version not in LEGACY:
-            raise McpError(f"the server speaks version {version!r}, which is not known here")
-        self.version = self.transport.version = version
-        self.peer.notify("notifications/initialized")
-        if self._is_http:
-            Job("mcp-listen", self.transport.listen)
-
-    def _serve(self, method, params):
-        return self.handlers.get(method, functools.partial(refuse_request, method))(params)
-
-    def _on_notification(self, method, params):
-        if method == "notifications/progress":
-            self.peer.renew(params.get("progressToken"))
-        self.on_notification(method, params)
-
-    def _send(self, method, params, cancel=None, timeout_s=0):
-        """-> the result of one request, sent again where the transport can mend what is wrong."""
-        if self.version == MODERN:
-            params = {**params, "_meta": {**params.get("_meta", {}),
-                                          META + "protocolVersion": MODERN,
-                                          META + "clientInfo": self._info,
-                                          META + "clientCapabilities": self._abilities}}
-        timeout_s = self.timeout_s if timeout_s == 0 else timeout_s
-        for n_left in (3, 2, 1, 0):
-            try:
-                return self.peer.request(method, params, timeout_s, cancel)
-            except (HttpError, McpError) as e:
-                if not n_left or not self.transport.recover(e, cancel or Cancel()):
-                    raise
-                if self._is_http and not self.transport.version and self.version in LEGACY \
-                        and method != "initialize":
-                    self._initialize(cancel)              # once, then it is given up
-                    return self.peer.request(method, params, timeout_s, cancel)
-
-    def _request(self, method, params, cancel=None, timeout_s=0):
-        """-> the complete result; what the server wants to know for it is answered on the way."""
+        `timeout_s` is this connection's if it is 0.  Raises McpError, HttpError, Cancelled.
+        """
         answers = {}
         for _ in range(MAX_INPUT_ROUNDS):
             result = self._send(method, {**params, **answers}, cancel, timeout_s)
@@ -6266,57 +6176,118 @@ class McpClient:
                     for key, asked in questions.items()}
         raise McpError(f"the server asked back {MAX_INPUT_ROUNDS} times")
 
-    def _list(self, kind, key, cancel=None):
+    def _send(self, method, params, cancel, timeout_s):
+        """-> the result of one request, sent again with a better token, or in a new session."""
+        if self.version == MODERN:
+            params = {**params, "_meta": {**params.get("_meta", {}),
+                                          META + "protocolVersion": MODERN,
+                                          META + "clientInfo": self._info,
+                                          META + "clientCapabilities": self._abilities}}
+        timeout_s = self.timeout_s if timeout_s == 0 else timeout_s
+        for n_left in (3, 2, 1, 0):
+            try:
+                return self.peer.request(method, params, timeout_s, cancel)
+            except HttpError as e:
+                auth = n_left and self.transport.auth
+                if not (auth and auth.on_refusal(self.transport.url, e, cancel or Cancel())):
+                    raise
+            except McpError as e:
+                if e.code != SESSION_OVER or n_left < 3:
+                    raise
+                self._initialize(cancel)                  # once, then it is given up
+
+    def _open(self):
+        self.peer = Peer(self.transport)
+        self.peer.on_request, self.peer.on_notification = self._serve, self.on_notification
+
+    def _discover(self, cancel):
+        """True if the server speaks the modern protocol."""
+        self.version, found = MODERN, {}
+        try:
+            found = self.request("server/discover", {}, cancel,
+                                 min(PROBE_TIMEOUT_S, self.start_timeout_s))
+            supported = _get(found, "supportedVersions", list) or ()         # some answer anything
+        except (McpError, HttpError) as e:
+            if getattr(e, "status", 404) in (0, 401, 403):
+                raise                    # it can't be reached, or not by us
+            supported = _get(getattr(e, "data", None), "supported", list) or ()  # but not this way
+        if MODERN not in supported:
+            self.version = LEGACY[-1]
+            return False
+        self.peer.on_request = None      # a response may not be sent
+        self.capabilities = _get(found, "capabilities", dict) or {}
+        return True
+
+    def _initialize(self, cancel):
+        self.transport.version = ""      # nor is there a session now
+        found = self.request("initialize", {
+            "protocolVersion": self.version, "clientInfo": self._info,
+            "capabilities": self._abilities}, cancel, self.start_timeout_s)
+        if found.get("protocolVersion") not in LEGACY:
+            raise McpError(f"the server speaks version {found.get('protocolVersion')!r}, which is "
+                           "not known here")
+        self.version = self.transport.version = found["protocolVersion"]
+        self.capabilities = _get(found, "capabilities", dict) or {}
+        self.peer.notify("notifications/initialized")
+        if self.is_http:
+            Job("mcp-listen", self.transport.listen)
+
+    def _serve(self, method, params):
+        return self.handlers.get(method, functools.partial(refuse_request, method))(params)
+
+class McpClient(McpConnection):
+    """What a server offers: tools, resources, prompts."""
+
+    stale_at = math.inf                  # when its tools should be listed anew; -1: now
+
+    def _list(self, method, key, cancel=None):
         """-> all items of a list, whatever its pages; none of what the server does not have."""
-        items, cursors, params, self.fresh_s = [], set(), {}, math.inf
-        if key != "tools" and kind.split("/")[0] not in self.capabilities:
+        items, params = [], {}
+        if key != "tools" and method.split("/")[0] not in self.capabilities:
             return []
-        while len(cursors) < MAX_PAGES:
-            page = self._request(kind, params, cancel)
+        for _ in range(MAX_PAGES):
+            page = self.request(method, params, cancel)
             items += [item for item in _get(page, key, list) or () if isinstance(item, dict)]
             ttl_ms = _get(page, "ttlMs", int) or 0
-            self.fresh_s = min(self.fresh_s, ttl_ms / 1000 if ttl_ms > 0 else math.inf)
+            if ttl_ms > 0:
+                self.stale_at = min(self.stale_at, time.monotonic() + ttl_ms / 1000)
             cursor = _get(page, "nextCursor", str)        # "" is one, too
             if cursor is None:
                 return items
-            if cursor in cursors:
+            if cursor == params.get("cursor"):
                 break
-            cursors.add(cursor)
             params = {"cursor": cursor}
-        self.transport.log.append(f"{kind}: the list has no end, so the rest is left out")
+        self.transport.log.append(f"{method}: the list has no end, so the rest is left out")
         return items
 
     def list_tools(self, cancel: Cancel | None = None) -> list[dict]:
         """Return the server's tools as it describes them; the unusable are left out, and logged."""
-        tools, paths, all_found = {}, {}, self._list("tools/list", "tools", cancel)
-        if len(all_found) > MAX_TOOLS:
-            self.transport.log.append(f"{len(all_found)} tools: the first {MAX_TOOLS} are used")
-        for found in all_found[:MAX_TOOLS]:
+        tools, self.stale_at = {}, math.inf               # they may change while they are listed
+        for found in self._list("tools/list", "tools", cancel):
             name = _get(found, "name", str)
             if _get(found.get("execution"), "taskSupport", str) == "required":
                 continue                 # tasks are not spoken here
             try:
-                if not name or len(json.dumps(found)) > MAX_TOOL_CHARS:
-                    raise ValueError("it is too long" if name else "it has no name")
-                if self._is_http:        # pipes have no headers
-                    paths[name] = header_params(found.get("inputSchema"))
+                if not name:
+                    raise ValueError("it has no name")
+                if self.is_http:         # pipes have no headers
+                    self.transport.param_paths[name] = header_params(found.get("inputSchema"))
                 tools.setdefault(name, found)
             except (ValueError, RecursionError) as e:
-                self.transport.log.append(f"the tool {_shown(found)} is left out: {e}")
-        if self._is_http:
-            self.transport.param_paths = paths
+                self.transport.log.append(f"the tool {name or _shown(found)} is left out: {e}")
         return list(tools.values())
 
     def call_tool(self, name: str, arguments: dict, cancel: Cancel | None = None) -> dict:
         """Return what a tool gives: {"content": [...], "isError": ...}.  Raises McpError."""
         params = {"name": name, "arguments": arguments, "_meta": {}}
         try:
-            return self._request("tools/call", params, cancel)
+            return self.request("tools/call", params, cancel)
         except McpError as e:
             if e.code != HEADER_MISMATCH:
                 raise
             self.list_tools(cancel)      # other arguments are headers now
-            return self._request("tools/call", params, cancel)
+            self.stale_at = -1
+            return self.request("tools/call", params, cancel)
 
     def list_resources(self, cancel: Cancel | None = None) -> list[dict]:
         """Return the resources, then the templates: {"uri" or "uriTemplate", "name", ...}."""
@@ -6327,7 +6298,7 @@ class McpClient:
 
     def read_resource(self, uri: str, cancel: Cancel | None = None) -> list[dict]:
         """Return the contents of a resource: [{"uri", "mimeType", "text" or "blob"}]."""
-        return _get(self._request("resources/read", {"uri": uri}, cancel), "contents", list) or []
+        return _get(self.request("resources/read", {"uri": uri}, cancel), "contents", list) or []
 
     def list_prompts(self, cancel: Cancel | None = None) -> list[dict]:
         """Return the prompts: {"name", "description", "arguments": [{"name", "required"}]}."""
@@ -6335,14 +6306,8 @@ class McpClient:
 
     def get_prompt(self, name: str, arguments: dict, cancel: Cancel | None = None) -> list[dict]:
         """Return a prompt's messages: [{"role", "content": {"type": "text", "text"}}]."""
-        found = self._request("prompts/get", {"name": name, "arguments": arguments}, cancel)
+        found = self.request("prompts/get", {"name": name, "arguments": arguments}, cancel)
         return [m for m in _get(found, "messages", list) or () if isinstance(m, dict)]
-
-    def close(self) -> None:
-        """End the connection, and the process behind it."""
-        self._closing.set("closed")
-        if self.peer:
-            self.peer.close()
 
 
 # ---- tools and content for the model
@@ -6441,23 +6406,22 @@ def elicit(ask: Callable[[str], str | None], params: dict) -> dict:
     said, schema = str(params.get("message") or ""), _get(params, "requestedSchema", dict)
     if params.get("mode") == "url":
         said += f"\nOpen {params.get('url')} in a browser"
-    fields, content = _get(schema, "properties", dict) or {}, {}
+    fields, required = _get(schema, "properties", dict) or {}, _get(schema, "required", list) or ()
     names = one_line(", ".join(fields), 1000) or "so"
     answer = ask(f"❓ {quotation(said)}\nYes, and tell it {names}? [y/N] ")
     if (answer or "").strip().lower() not in ("y", "yes"):
         return {"action": "decline"}
+    content = {}
     for name, field in fields.items():
         field, why = field if isinstance(field, dict) else {}, ""
-        is_required = name in (_get(schema, "required", list) or ())
         while name not in content:
-            answer = ask(why + _field_question(name, field, is_required))
+            answer = ask(why + _field_question(name, field, name in required))
             if answer is None:
                 return {"action": "cancel"}
-            typed = answer.strip()
-            if not typed and not is_required and "default" not in field:
-                break
             try:
-                value = _typed(field, typed) if typed else field.get("default")
+                value = _typed(field, answer.strip())
+                if value is None and name not in required:
+                    break
                 content[name] = check_value(field, value, name)
             except ToolError as e:       # it does not fit: asked again
                 why = f"{visible(str(e))}\n"
@@ -6476,43 +6440,39 @@ def _choices(field):
 
 def _field_question(name, field, is_required):
     """-> "color (which you like; one of red, green; Enter: red): "."""
-    choices = _choices(field.get("items") or field)
+    choices = ", ".join(_choices(field.get("items") or field))
     some = "some, with commas, of" if "items" in field else "one of"
     default = field.get("default", "" if is_required else "nothing")
-    default = ", ".join(next((title for title, value in choices.items() if value == d), str(d))
-                        for d in (default if isinstance(default, list) else [default]))
     parts = [field.get("description") or field.get("title") or field.get("type"),
-             choices and f"{some} {', '.join(choices)}", default and f"Enter: {default}"]
+             choices and f"{some} {choices}", default != "" and f"Enter: {default}"]
     return visible(f"{name} ({'; '.join(filter(None, parts))}): ")
 
 
 def _typed(field, text):
     """-> the value that a person's words mean for a field.  Raises ToolError if it is no choice."""
+    if not text:
+        return field.get("default")
     if field.get("type") == "array":
         return [_typed(field.get("items") or {}, part.strip()) for part in text.split(",")]
-    choices = _choices(field)
-    for fits in (str.__eq__, str.startswith):
-        found = [v for title, v in choices.items() if fits(title.lower(), text.lower())]
-        if len(found) == 1:
-            return found[0]
-    spelled = [v if isinstance(v, str) else json.dumps(v) for v in choices.values()]
-    if choices and text not in spelled:
+    choices = {title.lower(): value for title, value in _choices(field).items()}
+    if choices and text.lower() not in choices:
         raise ToolError(f"{text!r} is none of {', '.join(choices)}")
-    return text
+    return choices.get(text.lower(), text)
 
 
 # ---- configuration
 
 # What an entry of mcp.json must look like; every text in it may hold ${VAR} and ${VAR:-default}.
 _TEXTS = {"type": "array", "items": _TEXT}
-_OAUTH = {**_OBJECT, "properties": {
-    "clientId": _TEXT, "clientSecret": _TEXT, "clientMetadataUrl": _TEXT, "grantType": _TEXT,
-    "callbackPort": {"type": "integer"}}}
+_SECONDS = {"type": "number", "minimum": 0.001, "maximum": 1e9}
 _SERVER = {**_OBJECT, "properties": {
     "type": {"enum": ["stdio", "http", "streamable-http", "streamableHttp"]},
     "command": _TEXT, "args": _TEXTS, "env": _OBJECT, "cwd": _TEXT, "url": _TEXT,
-    "headers": _OBJECT, "oauth": _OAUTH, "disabled": {"type": "boolean"},
-    "timeout": {"type": "number"}, "startTimeout": {"type": "number"}, "autoApprove": _TEXTS}}
+    "headers": _OBJECT, "disabled": {"type": "boolean"}, "timeout": _SECONDS,
+    "startTimeout": _SECONDS, "autoApprove": _TEXTS,
+    "oauth": {**_OBJECT, "properties": {
+        "clientId": _TEXT, "clientSecret": _TEXT, "clientMetadataUrl": _TEXT, "grantType": _TEXT,
+        "callbackPort": {"type": "integer", "minimum": 1, "maximum": 65535}}}}}
 
 
 def read_servers(source: bytes, variables: dict, is_own: bool) -> dict[str, dict]:
@@ -6543,25 +6503,21 @@ def _checked_server(name, entry, variables):
         if variable not in variables and not has_default:
             raise ToolError(f"{name}.{key}: the variable {variable} is not set")
         return variables.get(variable) or default or ""
-    entry = check_value(_SERVER, entry, name)
+    entry = check_value(_OBJECT, entry, name)
     for key, value in entry.items():
         entry[key] = map_strings(value, functools.partial(
             re.sub, r"\$\{(\w+)(?:(:-)([^}]*))?\}", fill))
-    for key in ("timeout", "startTimeout"):               # in ms, as Claude Code has them, or s
-        if not 0 < entry.get(key, 1) < 1e9:
-            raise ToolError(f"{name}.{key} should be a number above 0")
-        if entry.get(key, 0) >= 1000:
-            entry[key] /= 1000
-    if not 0 < entry.get("oauth", {}).get("callbackPort", 1) < 65536:
-        raise ToolError(f"{name}.oauth.callbackPort should be a number from 1 to 65535")
-    for key in ("env", "headers"):
-        for variable, value in entry.get(key, {}).items():
-            check_value(_TEXT, value, f"{name}.{key}.{variable}")
+    entry = check_value(_SERVER, entry, name)
     if bool(entry.get("command")) == bool(entry.get("url")):
         raise ToolError(f"{name} needs either a command or a url")
+    for key in {"env", "headers"} & set(entry):           # a port may be given as a number
+        entry[key] = {variable: str(value) for variable, value in entry[key].items()}
     for header, value in entry.get("headers", {}).items():
-        if not re.fullmatch(r"[\w-]+", header) or re.search(r"[\r\n\0]", value):
+        if not re.fullmatch(r"[\w-]+: [^\r\n\0]*", f"{header}: {value}"):
             raise ToolError(f"{name}.headers.{header} can't be a header")
+    for key in ("timeout", "startTimeout"):
+        if entry.get(key, 0) >= 1000:    # in ms, as Claude Code has them
+            entry[key] /= 1000
     return entry
 
 
@@ -6576,7 +6532,7 @@ class McpServer:
         self.save = save                 # (data, MIME type) -> where it was saved
         self.state = "disabled" if entry.get("disabled") else "waiting"     # starting ready error
         self.error, self.tools, self.since = entry.get("error", ""), [], 0.0
-        self._stale_at = math.inf        # when its tools must be asked for anew; -1: now
+        self.log = client.transport.log if client else ()
         self._n_deaths = 0
         self._starting = Cancel()        # of a start in the background
         self._lock = threading.RLock()   # one starts or stops it at a time
@@ -6588,7 +6544,7 @@ class McpServer:
         with self._lock:
             if self.state == "closed":
                 return
-            cancel = cancel or self._starting
+            is_background, cancel = cancel is None, cancel or self._starting
             self.state, self.since = "starting", time.monotonic()
             try:
                 if not self.client:
@@ -6600,16 +6556,12 @@ class McpServer:
                 self.stop("waiting")     # the next turn starts it
                 raise
             except PaiError as e:
-                is_background = cancel is self._starting      # nobody looks at `state` then
-                self.stop("error", self._explained(e))
-                if is_background:
+                why = [str(e)]
+                if getattr(e, "code", "") == "silent":    # perhaps it said why on its stderr
+                    why = [f"{e} (startTimeout)", *list(self.log)[-4:]]
+                self.stop("error", "\n".join(why))
+                if is_background:        # nobody looks at `state` then
                     self._on_event({"type": "notice", "text": f"🔌 {self.name}: {self.error}"})
-
-    def _explained(self, error):
-        """-> its text; if the server kept silent, perhaps it said why on its stderr."""
-        if getattr(error, "code", "") != "silent":
-            return str(error)
-        return "\n".join([f"{error} (startTimeout)", *list(self.client.transport.log)[-4:]])
 
     def stop(self, state: str = "disabled", error: str = "") -> None:
         """Stop it, also while it starts; its tools are gone.  Once "closed", it stays so."""
@@ -6632,13 +6584,13 @@ class McpServer:
                 self._n_deaths = min(self._n_deaths + 1, 6)
                 self.start(cancel)
             if self.state != "ready":
-                raise McpError(": ".join(filter(None, [
-                    f"the MCP server {self.name} is not ready ({self.state})", self.error])))
+                why = f": {self.error}" if self.error else ""
+                raise McpError(f"the MCP server {self.name} is not ready ({self.state}){why}")
             return self.client
 
     def _on_notification(self, method, params):
         if method == "notifications/tools/list_changed":
-            self._stale_at = -1
+            self.client.stale_at = -1
         elif method == "notifications/progress":
             total = f" of {params['total']}" if params.get("total") else ""
             said = one_line(f"{params.get('progress')}{total} {params.get('message') or ''}")
@@ -6646,17 +6598,15 @@ class McpServer:
 
     def refresh(self, cancel: Cancel) -> None:
         """Ask for the tools again if they have changed."""
-        if self.state != "ready" or self._stale_at > time.monotonic():
+        if self.state != "ready" or self.client.stale_at > time.monotonic():
             return                       # before the lock: one that starts holds it for long
         with contextlib.suppress(PaiError), self._lock:
             if self.state == "ready":
                 self.tools = self._list_tools(cancel)
 
     def _list_tools(self, cancel):
-        self._stale_at, tools = math.inf, {}
-        found = self.client.list_tools(cancel)
-        self._stale_at = min(self._stale_at, time.monotonic() + self.client.fresh_s)
-        for t in found:
+        tools = {}
+        for t in self.client.list_tools(cancel):
             text = t.get("description") or t.get("title") or ""
             tools[t["name"]] = Tool("", clip(str(text), 4000), clean_schema(
                 t.get("inputSchema")), functools.partial(self._call, t["name"]))
@@ -6736,23 +6686,22 @@ class McpServers:
         """Return a line for each server."""
         return "\n".join(s.status() for s in self.servers.values())
 
+    def restart(self, name: str, cancel: Cancel | None = None) -> str:
+        """Start a server, anew if it runs; return how it is."""
+        self.disable(name)
+        self.find(name).start(cancel)
+        return self.find(name).status()
+
+    enable = restart
+
     def disable(self, name: str) -> str:
         """Stop a server; return how it is."""
         self.find(name).stop()
         return self.find(name).status()
 
-    def enable(self, name: str, cancel: Cancel | None = None) -> str:
-        """Start a server, anew if it runs; return how it is."""
-        self.find(name).stop()
-        self.find(name).start(cancel)
-        return self.find(name).status()
-
-    restart = enable
-
     def logs(self, name: str) -> str:
         """Return the last lines a server wrote to its stderr."""
-        client = self.find(name).client
-        return "\n".join(client.transport.log if client else ())
+        return "\n".join(self.find(name).log)
 
     def close(self) -> None:
         """Stop all of them for good, side by side; what hangs is left behind."""
@@ -6991,18 +6940,16 @@ def show_graph(app, arguments: str) -> str:
 
 def manage_servers(app, arguments: str) -> str:
     """[ACTION NAME]  MCP servers; /mcp ? lists the actions."""
-    servers, (action, _, name) = app.mcp, arguments.partition(" ")
-    name = name.strip()
-    app.events.put({"type": "wait", "text": "🔌 Waiting for MCP servers..."})
-    servers.tools(START_WAIT_S, app.cancel)
+    servers, (action, name) = app.mcp, (arguments.split(None, 1) + ["", ""])[:2]
+    refresh_tools(app, app.cancel)
     actions = {"restart": lambda: servers.restart(name, app.cancel),
                "enable": lambda: servers.enable(name, app.cancel),
                "disable": lambda: servers.disable(name),
                "logs": lambda: servers.logs(name) or "Nothing is logged.",
-               "login": lambda: log_out(app, name) and servers.enable(name, app.cancel),
+               "login": lambda: log_out(app, name) and servers.restart(name, app.cancel),
                "logout": lambda: log_out(app, name),
-               "resources": lambda: list_offers(servers, name, "list_resources", app.cancel),
-               "prompts": lambda: list_offers(servers, name, "list_prompts", app.cancel)}
+               "resources": lambda: list_offers(servers.find(name), "list_resources", app.cancel),
+               "prompts": lambda: list_offers(servers.find(name), "list_prompts", app.cancel)}
     if not arguments:
         return servers.status() or "🔌 MCP servers: none configured; mcp.example.json shows how"
     if action not in actions or not name:
@@ -7010,49 +6957,46 @@ def manage_servers(app, arguments: str) -> str:
     return actions[action]()
 
 
-def list_offers(servers: McpServers, name: str, method: str, cancel: Cancel) -> str:
+def list_offers(server: McpServer, method: str, cancel: Cancel) -> str:
     """Return a line for each resource or prompt: how to name it in a message, and what it is."""
-    lines = []
-    for r in getattr(servers.find(name).ready(cancel), method)(cancel):
-        wanted = [f"{a.get('name')}=..." if a.get("required") else f"[{a.get('name')}=...]"
-                  for a in _get(r, "arguments", list) or () if isinstance(a, dict)]
-        what = r.get("uri") or r.get("uriTemplate") or "?".join(filter(None, (
-            str(r.get("name")), "&".join(wanted))))
-        about = one_line(str(r.get("description") or ""), 80)
-        lines.append(f"  @{name}:{one_line(str(what))}  {about}")
-    return "\n".join(["A message gets the text of those it names:", *lines]) if lines \
-        else "There are none."
+    lines = ["A message gets the text of those it names:"]
+    for offer in getattr(server.ready(cancel), method)(cancel):
+        what = str(offer.get("uri") or offer.get("uriTemplate") or offer.get("name"))
+        wanted = [f"{a.get('name')}=..." for a in _get(offer, "arguments", list) or ()
+                  if isinstance(a, dict)]
+        shown = one_line("?".join(filter(None, (what, "&".join(wanted)))))
+        about = one_line(str(offer.get("description") or ""), 80)
+        lines.append(f"  @{server.name}:{shown}  {about}")
+    return "\n".join(lines) if lines[1:] else "There are none."
 
 
 def log_out(app, name: str) -> str:
-    """Forget the tokens for a server, and stop it."""
-    url = app.mcp.find(name).entry.get("url")
-    if not url:
-        raise ConfigError(f"{name} is a program on this machine: there is nothing to log in to")
-    app.oauth.logout(url)
-    app.mcp.find(name).stop("disabled", f"logged out; /mcp login {name} logs in again")
-    return app.mcp.find(name).status()
+    """Forget the tokens for a server, and stop it; return how it is."""
+    server = app.mcp.find(name)
+    if "url" not in server.entry:
+        raise ConfigError(f"{name} is a program on this machine: nothing to log in to")
+    app.oauth.logout(server.entry["url"])
+    server.stop("disabled", f"logged out; /mcp login {name} logs in again")
+    return server.status()
 
 
 def log_in(app, page: str, cancel: Cancel) -> dict:
     """Lead the person, if they want to, to a page; return what the browser comes back with."""
-    answer = app.ask(f"🔑 An MCP server wants you to log in at "
+    answer = app.ask("🔑 An MCP server wants you to log in at "
                      f"{urllib.parse.urlsplit(page).netloc}. Open that page? [y/N] ", cancel)
     if (answer or "").strip().lower() not in ("y", "yes"):
         nobody = ", in a terminal" if answer is None else ""
         raise PaiError(f"it needs a login: /mcp login NAME{nobody}")
 
-    def open_page(page):
-        has_screen = any(map(app.config.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")))
-        if has_screen or sys.platform in ("win32", "darwin"):
-            import webbrowser
-            webbrowser.open(page)
-
-    def say(page):
+    def show(page):
         app.on_event({"type": "notice", "text": f"Log in here: {page}"})
         app.on_event({"type": "wait", "text": "🔑 Waiting for your browser "
                                               "(if that fails: Ctrl-C, /mcp login)..."})
-    return login_in_browser(say, open_page, page, cancel)
+        has_screen = any(map(app.config.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")))
+        if has_screen or sys.platform in ("win32", "darwin"):
+            import webbrowser                             # slow to import, so only where needed
+            webbrowser.open(page)
+    return login_in_browser(show, page, cancel)
 
 
 def load_servers(app) -> dict[str, dict]:
