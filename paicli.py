@@ -6235,6 +6235,7 @@ class McpConnection:
     def _serve(self, method, params):
         return self.handlers.get(method, functools.partial(refuse_request, method))(params)
 
+
 class McpClient(McpConnection):
     """What a server offers: tools, resources, prompts."""
 
