@@ -3599,66 +3599,89 @@ def decode_page(data: bytes, content_type: str = "") -> str:
 
 _MAX_DEPTH = 100                         # of elements; deeper ones are put side by side
 _VOID = set("area base br col embed hr img input link meta param source track wbr".split())
-_BLOCKS = set("""address article aside blockquote body caption center dd details div dl dt fieldset
-    figcaption figure footer form h1 h2 h3 h4 h5 h6 header hr html legend li main nav ol p pre
-    section summary table tbody td tfoot th thead tr ul""".split())
+_HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
+_BLOCKS = _HEADINGS | set("""address article aside blockquote body caption center dd details div dl
+    dt fieldset figcaption figure footer form header hr legend li main nav ol p pre section summary
+    table tbody td tfoot th thead tr ul""".split())
 # A start tag ends the first of these, if it is open within the second: hardly anybody writes </li>.
 _ENDS = {"li": ({"li"}, {"ul", "ol"}), "tr": ({"tr"}, {"table"}), "a": ({"a"}, _BLOCKS),
          **dict.fromkeys(("td", "th"), ({"td", "th"}, {"table"})),
          **dict.fromkeys(("dt", "dd"), ({"dt", "dd"}, {"dl"}))}
 _UNSEEN = set("""audio button canvas dialog iframe noscript object script select style svg template
     textarea title video""".split())
-# Classes, ids and roles of what a page is not about.
+# Tags, classes, ids and roles of what a page is not about.
 _ASIDE = r"""(?xi) (?!(?:has|with|no|is)[-_]) (?: [\w-]* (?: breadcrumb | editsection | headerlink
     | masthead | navbar | navfooter | navheader | permalink | sidebar ) [\w-]* | \w*nav
     | (?:\w+[-_])? (?: ads? | banner | bottomlang | complementary | contentinfo | cookies? | footer
       | linenos? | menu | menubar | navigation | newsletter | page-header | pager | pagination
       | promo | related | search | share | skip | social | toplang )
       (?: [-_] (?: bar | links? | list | nav ))? )"""
-# Line ends and spaces that shall stay, the mark of a list item, the beginning of a table cell.
-_LINE, _SPACE, _ITEM, _CELL = "\x01", "\x02", "\x03", "\x04"
 
 
 class HtmlReader:
-    """Takes the tags and texts of a page; where an element ends, its inside becomes Markdown."""
+    """Takes the tags and texts of a page, and makes blocks of Markdown of them."""
 
     def __init__(self, url: str):
-        self.title, self.main, self.articles, self.asides = "", [], [], []      # found on the way
-        self._base, self._pieces = url, []
-        self._open = [("html", {}, 0)]   # (tag, attributes, where its pieces begin), innermost last
+        self.title, self.found = "", {"main": [], "article": [], "aside": []}      # their blocks
+        self._base, self._blocks = url, []                # paragraphs, lists, tables: Markdown
+        self._pieces = []                # of the next block
+        # (tag, role, URL, how many blocks and pieces there were when it began), innermost last
+        self._open = [("html", "", "", 0, 0)]
 
     def start(self, tag: str, attributes: list) -> None:
         """Take a start tag."""
         attributes = {k: v or "" for k, v in attributes}
+        href = attributes.get("href")
+        url = absolute_url(self._base, href) if href else ""
         self._end(*_ENDS.get(tag, ({"p"} if tag in _BLOCKS else (), _BLOCKS)))
+        if tag in _BLOCKS:
+            self._break()
         if tag == "base":
-            self._base = absolute_url(self._base, attributes.get("href", "")) or self._base
+            self._base = url or self._base
         elif tag == "br":
-            self._pieces.append(_LINE if self._is_in("pre") else "\n")
+            self._pieces.append("\n")
         elif tag == "img" and re.search(r"\w", attributes.get("alt", "")):
             self.text(f"(image: {attributes['alt'].strip()})")
         elif tag not in _VOID and len(self._open) < _MAX_DEPTH:
-            self._open.append((tag, attributes, len(self._pieces)))
+            role = self._role(tag, attributes)
+            self._open.append((tag, role, url, len(self._blocks), len(self._pieces)))
 
     def end(self, tag: str) -> None:
         """Take an end tag; one that ends nothing is nothing."""
-        cells, headings = {"tr", "td", "th"}, {"h1", "h2", "h3", "h4", "h5", "h6"}
+        cells = {"tr", "td", "th"}
         scope = {"table"} if tag in cells else cells if tag in _BLOCKS else _BLOCKS
-        self._end(headings if tag in headings else {tag}, () if tag == "table" else scope)
+        self._end(_HEADINGS if tag in _HEADINGS else {tag}, () if tag == "table" else scope)
 
     def text(self, text: str) -> None:
         """Take a text."""
-        if self._is_in("pre"):
-            text = re.sub(r"[^\S\n]", _SPACE, text.expandtabs()).replace("\n", _LINE)
-        self._pieces.append(re.sub(r"\s+", " ", text))
+        if self._open[-1][0] == "title" and not self._is_in("svg"):
+            self.title = self.title or " ".join(text.split())
+        if not self._is_in("unseen"):
+            self._pieces.append(text if self._is_in("pre") else re.sub(r"\s+", " ", text))
 
-    def rest(self) -> str:
-        """End what is still open; return the page without asides."""
-        self._close(1)
-        return _tidy("".join(self._pieces))
+    def rest(self) -> list[str]:
+        """End what is still open; return the blocks of the page without asides."""
+        self._close(0)
+        self._break()
+        return self._blocks
 
     def _is_in(self, *names):
-        return any(tag in names or a.get("role") in names for tag, a, _ in self._open)
+        return any(tag in names or role in names for tag, role, *_ in self._open)
+
+    def _role(self, tag, attributes):
+        """What an element is; navigation and the like within a line is just not seen."""
+        role, id_ = attributes.get("role", ""), attributes.get("id", "")
+        names = [tag, role, *attributes.get("class", "").split()[:20]]
+        names += [id_] * (tag != "section")               # else it is a heading's
+        is_around = tag in ("aside", "header") and not self._is_in("main", "article")
+        if tag in ("html", "body"):
+            return ""
+        if (tag in _UNSEEN or "hidden" in attributes or attributes.get("aria-hidden") == "true"
+                or re.search(r"display:\s*none", attributes.get("style", ""))):
+            return "unseen"
+        if is_around or any(re.fullmatch(_ASIDE, name[:60]) for name in names):
+            return "aside" if tag in _BLOCKS else "unseen"
+        return next((name for name in ("main", "article") if name in (tag, role)), "")
 
     def _end(self, tags, scope):
         """End the innermost of these elements, unless one of `scope` is open within it."""
@@ -3669,111 +3692,96 @@ class HtmlReader:
                 return None
 
     def _close(self, i):
+        """End the elements from the i-th on: what is in each becomes Markdown of its kind."""
         while len(self._open) > i:
-            tag, attributes, begin = self._open.pop()
-            inside = "".join(self._pieces[begin:])
-            self._pieces[begin:] = [self._markdown(tag, attributes, inside)]
+            tag, role, url, n_blocks, n_pieces = self._open.pop()
+            if tag == "pre" and not self._is_in("pre"):
+                self._blocks.append("".join(self._pieces))
+                self._pieces.clear()
+            elif tag in _BLOCKS:
+                self._break()
+            inside = self._blocks[n_blocks:]
+            if tag == "a" and inside:
+                inside[0] = _inline(tag, url, inside[0])
+            elif tag in ("a", "code", "kbd", "samp", "tt") and not self._is_in("pre"):
+                text = "".join(self._pieces[n_pieces:])
+                self._pieces[n_pieces:] = [_inline(tag, url, text)]
+            self._blocks[n_blocks:] = self._noted(role, _markdown_of(tag, inside))
 
-    def _markdown(self, tag, attributes, inside):
-        """An element as Markdown, with what is in it; title, main parts and asides are noted."""
-        gap = "\n\n" * (tag in _BLOCKS)
-        if tag == "title" and not self._is_in("svg"):
-            self.title = self.title or " ".join(inside.split())
-        if (tag in _UNSEEN or "hidden" in attributes or attributes.get("aria-hidden") == "true"
-                or re.search(r"display:\s*none", attributes.get("style", ""))):
-            return gap
-        if self._is_in("pre"):
-            return inside + _LINE * (tag in _BLOCKS and not inside.endswith(_LINE))
-        if self._is_aside(tag, attributes, inside):
-            self.asides += [inside] * bool(gap)
-            return gap
-        if tag == "main" or attributes.get("role") == "main":
-            self.main.append(inside)
-        elif tag == "article" and not self._is_in("article"):
-            self.articles.append(inside)
-        if tag == "a":
-            return _link(absolute_url(self._base, attributes.get("href", "")), inside)
-        return _markdown_of(tag, inside)
+    def _noted(self, role, blocks):
+        """What stays of an element: all but asides; a "sidebar" that tells much is none."""
+        if role == "aside":
+            said = re.sub(r"\[[^\[\]]*\]\([^()\s]*\)|\W", "", "".join(blocks))    # not in links
+            role = role if len(said.encode()) < 200 else ""             # bytes: 字 says more
+        if role in self.found and not self._is_in(role):
+            self.found[role] += blocks
+        return [] if role == "aside" else blocks
 
-    def _is_aside(self, tag, attributes, inside):
-        """True for navigation and the like; a "sidebar" that tells something is none."""
-        names = [attributes.get("role", ""), *attributes.get("class", "").split()[:20]]
-        names += [attributes.get("id", "")] * (tag != "section")        # there it is a heading's
-        is_around = tag in ("aside", "header", "footer") and not self._is_in("main", "article")
-        is_named = is_around or any(re.fullmatch(_ASIDE, name[:60]) for name in names)
-        n_said, n_linked = _letters(inside) if is_named else (0, 0)
-        return tag == "nav" or is_named and tag not in ("html", "body") and (
-            n_said < max(200, 2 * n_linked))
+    def _break(self):
+        """A block ends here, and another one begins; in <pre> that is a new line."""
+        if self._pieces and self._is_in("pre"):
+            self._pieces += ["\n"] * (not self._pieces[-1].endswith("\n"))
+        elif self._pieces:
+            lines = (" ".join(line.split()) for line in "".join(self._pieces).split("\n"))
+            self._pieces, text = [], "\n".join(lines).strip()
+            self._blocks += [re.sub(r"\n{3,}", "\n\n", text)] * bool(text)
 
 
-def _markdown_of(tag, inside):
-    """What is in an element, as this element."""
-    if tag in ("li", "dt", "dd"):
-        first, indent = (_SPACE * 2 if tag == "dd" else _ITEM), _SPACE * 2
-        return "\n" + first + re.sub(r"\n(?!\n)", "\n" + indent, _tidy(inside))
-    if tag in ("ul", "ol", "dl"):
-        marks = (f"{n}. " if tag == "ol" else "- " for n in itertools.count(1))
-        return "\n" + re.sub(_ITEM, lambda match: next(marks), inside) + "\n\n"
-    if tag in ("code", "tt", "kbd", "samp"):
-        is_plain = inside.strip() and not re.search(r"[\n`]|\]\(", inside)
-        return f"`{inside.strip()}`" if is_plain else inside
-    if tag in ("td", "th"):
-        return _CELL + _tidy(inside)
+def _markdown_of(tag, blocks):
+    """The blocks in an element, as blocks of this element."""
+    text = "\n\n".join(filter(None, blocks))
+    if tag in ("li", "td", "th"):
+        return [text]                    # of an empty cell, too
     if tag == "tr":
-        return _row(inside)
-    if tag == "table" and "|---|" not in inside:          # its first row is its head
-        inside = re.sub(r"(?m)^\| .*", lambda row: row[0] + "\n|" + "---|" * (
-            len(re.findall(r"(?<!\\)\|", row[0])) - 1), inside, count=1)
-    elif tag == "pre":
-        code = inside.strip(_LINE)
+        return _row(blocks)
+    if not text:
+        return []
+    if tag in ("ul", "ol"):
+        marks = (f"{n}. " if tag == "ol" else "- " for n in itertools.count(1))
+        return ["\n".join(_behind(next(marks), item) for item in blocks if item)]
+    if tag in ("dt", "dd", "blockquote"):
+        return [_behind({"dt": "- ", "dd": "  "}.get(tag, "> "), text)]
+    if tag == "pre":
+        code = text.expandtabs().strip("\n")
         fence = max(["``", *re.findall("`{3,}", code)], key=len) + "`"
-        inside = _LINE.join([fence, code, fence])
-    elif tag == "blockquote":
-        inside = "> " + _tidy(inside).replace("\n", f"\n>{_SPACE}")
-    elif re.fullmatch("h[1-6]", tag):
-        inside = "#" * int(tag[1]) + " " + " ".join(inside.split())
-    return f"\n\n{inside}\n\n" if tag in _BLOCKS else inside
+        return [f"{fence}\n{code}\n{fence}"]
+    if tag in _HEADINGS:
+        return ["#" * int(tag[1]) + " " + " ".join(text.split())]
+    if tag == "table":
+        return [_table(text)]
+    return blocks
 
 
-def _row(inside):
+def _behind(mark, text):
+    """A text with a mark before its first line, and the others indented as much."""
+    return mark + re.sub(r"\n(?!\n)", "\n" + re.sub("[^>]", " ", mark), text)
+
+
+def _row(cells):
     """Cells with short text are a row; others lay out a page, and come one below the other."""
-    cells = inside.split(_CELL)[1:]
-    if len(cells) < 2 or len(inside) > 1000 or re.search(
-            rf"(?m){_LINE}|(?:^|{_CELL})(?:#+ |\| )", inside):
-        return "\n\n" + "\n\n".join(cells) + "\n\n"
-    return "\n| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
+    if len(cells) < 2 or sum(map(len, cells)) > 1000 or any(
+            re.search(r"(?m)^(#+ |\| |```)", cell) for cell in cells):
+        return cells
+    return ["| " + " | ".join(" ".join(c.replace("|", "\\|").split()) for c in cells) + " |"]
 
 
-def _link(url, inside):
-    """[text](URL), around the first line if there are several, as in a card of a front page."""
-    head, text, tail = re.match(r"([#>\s]*)([^\n]*)(.*)", inside, re.S).groups()
-    if not re.search(r"\w", text) or not url or "](" in text:
-        return inside if re.search(r"\w", inside) else ""         # "¶" is a link to itself
-    return f"{head}[{text.rstrip()}]({url}){' ' * text[-1].isspace()}{tail}"
+def _table(text):
+    """The rows of a table close together; the first is its head."""
+    text = text.replace(" |\n\n| ", " |\n| ")
+    if "|---|" in text:                  # a table in this table
+        return text
+    return re.sub(r"(?m)^\| .*", lambda row: row[0] + "\n" + re.sub(r"(\\.|[^|])+", "---", row[0]),
+                  text, count=1)
 
 
-def _tidy(text):
-    """The text without space around its lines, and one empty line at most between two."""
-    lines = (" ".join(line.split()) for line in text.split("\n"))
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
-
-
-def _letters(text):
-    """-> (how many letters of a text are in no link, and how many in the text of one)"""
-    link = r"\[([^\[\]]*)\]\([^()\s]*\)"
-    said, linked = re.sub(link + r"|\W", "", text), "".join(re.findall(link, text))
-    return len(said.encode()), len(linked.encode())       # bytes: a Chinese letter says more
-
-
-def _without_menus(text):
-    """The text, unless it is a list of links, without the lists of links at its both ends."""
-    blocks = text.split("\n\n")
-
-    def tells(block):
-        n_said, n_linked = _letters(block)
-        return n_said > n_linked or n_linked and block.count("](") < 2
-    told = [i for i, block in enumerate(blocks) if tells(block)]
-    return "\n\n".join(blocks[told[0]:told[-1] + 1]) if told and tells(text) else text
+def _inline(tag, url, text):
+    """A link, around its first line if there are several, as in a card; or code."""
+    if tag != "a":
+        is_plain = text.strip() and not re.search(r"[\n`]|\]\(", text)
+        return f"`{text.strip()}`" if is_plain else text
+    if not url or not re.search(r"\w", text):             # "¶" is a link to itself
+        return text if re.search(r"\w", text) else ""
+    return re.sub(r"\A([#>\s]*)([^\n]*\S)", lambda m: f"{m[1]}[{m[2]}]({url})", text)
 
 
 def absolute_url(base: str, href: str) -> str:
@@ -3785,7 +3793,7 @@ def absolute_url(base: str, href: str) -> str:
     return ""
 
 
-def html_to_markdown(page: str, url: str, cancel: Cancel | None = None) -> tuple[str, str]:
+def html_to_markdown(page: str, url: str) -> tuple[str, str]:
     """Return (title, main part as Markdown) of the HTML page at `url`.
 
     The first of these that is more than a line: <main>, the articles, all but asides, all.
@@ -3794,18 +3802,12 @@ def html_to_markdown(page: str, url: str, cancel: Cancel | None = None) -> tuple
     reader, parser = HtmlReader(url), HTMLParser()
     parser.handle_starttag, parser.handle_endtag = reader.start, reader.end
     parser.handle_data = reader.text
-    page = re.sub("[\0-\4\r]|(?<=<!)\\[", "", page)       # a marked section may raise an error
-    for i in range(0, len(page), 1 << 18):
-        (cancel or Cancel()).check()
-        parser.feed(page[i:i + (1 << 18)])
-    parser.feed("\n")                    # not close(): it tries each "<!--" without end, for hours
-    rest = reader.rest()
-    found = ["\n\n".join(reader.main), "\n\n".join(reader.articles), _without_menus(rest)]
-    text = next((t for t in found if len(t) >= 100), "\n\n".join([rest, *reader.asides]))
-    # What was hidden is shown again, each line with the indent of the first.
-    lines = [line.replace(_LINE, "\n" + re.match(f"[{_SPACE}> ]*", line)[0])
-             for line in _tidy(text).replace(_ITEM, "- ").replace(_CELL, "").split("\n")]
-    return reader.title, "\n".join(lines).replace(_SPACE, " ")
+    page = re.sub("[\0-\10\r]|(?<=<!)\\[", "", page)      # a marked section may raise an error
+    parser.feed(page + "\n")             # not close(): it tries each "<!--" without end, for hours
+    rest, found = reader.rest(), reader.found
+    parts = [found["main"], found["article"], rest, rest + found["aside"]]
+    texts = ["\n\n".join(filter(None, part)) for part in parts]
+    return reader.title, next((text for text in texts if len(text) >= 100), texts[-1])
 
 
 def from_web(source: str, text: str) -> str:
@@ -3902,7 +3904,7 @@ class WebTools:
         kind = content_type.partition(";")[0].strip().lower()
         text, is_cut = decode_page(data, content_type), len(data) == MAX_PAGE_BYTES
         if "html" in kind or not kind and re.match(r"(?i)\s*<(!doctype )?html", text):
-            return (url, *html_to_markdown(text, url, cancel), is_cut)
+            return (url, *html_to_markdown(text, url), is_cut)
         is_text = re.search("^$|^text/|json|xml|script|yaml|octet-stream", kind)
         if not is_text or "\0" in text[:8000] or text.startswith("%PDF-"):
             name = "PDF" if text.startswith("%PDF-") else kind or "binary"
