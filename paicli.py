@@ -7621,20 +7621,8 @@ class App:
 
     def close(self) -> None:
         """Stop what still runs."""
-        self.shell.close()
-        self.mcp.close()
-        self.http.close()
-        self.web.close()
-        self.index.close()
-        self.store.close()
-
-
-def use_embedder(app: App):
-    """Return what EMBEDDING_PROVIDER asks for, or None, and then perhaps a notice."""
-    try:
-        return choose_embedder(app.config, app.http)
-    except ConfigError as e:             # the search by words goes on
-        app.notices.append(str(e))
+        for part in (self.shell, self.mcp, self.http, self.web, self.index, self.store):
+            part.close()
 
 
 def build(config: Config) -> App:
@@ -7662,7 +7650,12 @@ def build(config: Config) -> App:
                       app.accept)
     trust_env(app)
     rag = os.path.expanduser(config.get("PAICLI_RAG_DIR", os.path.join(config.home, "rag")))
-    app.index = CodeIndex(os.path.join(rag, "codebase.db"), config.cwd, use_embedder(app), app.mask)
+    embedder = None
+    try:
+        embedder = choose_embedder(app.config, app.http)
+    except ConfigError as e:             # the search by words goes on
+        app.notices.append(str(e))
+    app.index = CodeIndex(os.path.join(rag, "codebase.db"), config.cwd, embedder, app.mask)
     app.web = WebTools(app.config, app.http, app.undo.save_file)
     toolbox.add(tools_in(CodeTools(app.index)))
     toolbox.add(t._replace(has_reason=t.level > 1) for t in tools_in(app.web))
@@ -7719,7 +7712,7 @@ def draw_until_end(app: App, screen: Screen, cancel: Cancel) -> None:
 def run_line(app: App, screen: Screen, line: str, is_command: bool) -> int:
     """Run a command or a turn; return the exit code.  An error is a sentence."""
     cancel = app.cancel = Cancel()
-    is_turn = not is_command or bool(re.match(r"/(plan|team)\s+\S", line))
+    app.agent.stop_reason = ""           # stays so unless there is a turn; /plan TASK is one, too
 
     def work():
         try:
@@ -7730,19 +7723,19 @@ def run_line(app: App, screen: Screen, line: str, is_command: bool) -> int:
         job = Job("turn", work)
         draw_until_end(app, screen, cancel)
         error = job.error()
-    if isinstance(error, Cancelled):                      # of a turn, the stop event has told
-        if not is_turn:
+    reason = app.agent.stop_reason       # of a turn, the stop event has told already
+    if isinstance(error, Cancelled):
+        if not reason:
             screen.line(f"⏹️ cancelled {error}")
-        return 130 if not is_turn or app.agent.stop_reason == "cancelled" else 1
+        return 130 if reason in ("", "cancelled") else 1
     if error:
         bug = f"a bug in PaiCLI, please report it: {type(error).__name__}: "
         text = str(error) if isinstance(error, PaiError) else f"{bug}{error}"
         screen.handle({"type": "error", "text": app.mask(text)})
         return 1
-    if not is_turn:
+    if not reason:
         screen.answer(app.mask(job.wait()))
-        return 0
-    return 0 if app.agent.stop_reason == "done" else 1
+    return 0 if reason in ("", "done") else 1
 
 
 def repl(app: App, screen: Screen) -> int:
