@@ -3842,7 +3842,8 @@ class WebTools:
         self._web = Http(config.proxies, resolve=self.resolve)          # where strangers' URLs go
         self._look_up = look_up_host or look_up
         self._allowed = set(config.get("PAICLI_WEB_HOSTS").lower().replace(",", " ").split())
-        self._times = collections.deque(maxlen=MAX_REQUESTS)            # guarded by _lock
+        # When the last requests had their turns; guarded by _lock.
+        self._turns = collections.deque([float("-inf")] * MAX_REQUESTS, MAX_REQUESTS)
         self._lock = threading.Lock()
 
     def resolve(self, host: str, port: int, is_proxied: bool = False) -> list[str]:
@@ -3860,9 +3861,8 @@ class WebTools:
         """Wait until this is no more than the MAX_REQUESTS-th request of a minute."""
         with self._lock:
             now = time.monotonic()
-            is_full = len(self._times) == MAX_REQUESTS
-            turn = max(now, self._times[0] + 60) if is_full else now
-            self._times.append(turn)
+            turn = max(now, self._turns[0] + 60)
+            self._turns.append(turn)
         if turn > now:
             cancel.sleep(turn - now)
 
@@ -3878,7 +3878,7 @@ class WebTools:
         finally:
             inner.set()
 
-    def _get(self, url, max_bytes, cancel):
+    def _fetch(self, url, max_bytes, cancel):
         """-> (URL, headers, bytes) after redirects, each of them checked like the first."""
         headers = {"User-Agent": f"Mozilla/5.0 (compatible; paicli/{__version__})",
                    "Accept": "text/markdown, text/html;q=0.9, */*;q=0.5"}
@@ -3897,18 +3897,16 @@ class WebTools:
 
     def _read(self, url, cancel):
         """-> (URL, title, text, whether it is cut off)."""
-        url, headers, data = self._get(url, MAX_PAGE_BYTES, cancel)
-        if headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise ToolError(f"{url} comes compressed, though nobody asked for that")
+        url, headers, data = self._fetch(url, MAX_PAGE_BYTES, cancel)
         content_type = headers.get("Content-Type") or ""
         kind = content_type.partition(";")[0].strip().lower()
         text, is_cut = decode_page(data, content_type), len(data) == MAX_PAGE_BYTES
-        if "html" in kind or not kind and re.match(r"(?i)\s*<(!doctype )?html", text):
-            return (url, *html_to_markdown(text, url), is_cut)
-        is_text = re.search("^$|^text/|json|xml|script|yaml|octet-stream", kind)
-        if not is_text or "\0" in text[:8000] or text.startswith("%PDF-"):
+        is_text = re.search("^$|^text/|html|json|xml|script|yaml|octet-stream", kind)
+        if not is_text or re.match(r"%PDF-|\x1f\x8b", text) or "\0" in text[:8000]:
             name = "PDF" if text.startswith("%PDF-") else kind or "binary"
             raise ToolError(f"{url} is no text: {name}, {'over ' * is_cut}{len(data)} bytes")
+        if "html" in kind or not kind and re.match(r"(?i)\s*<(!doctype )?html", text):
+            return (url, *html_to_markdown(text, url), is_cut)
         return url, "", text, is_cut
 
     @tool(2)
@@ -4000,7 +3998,7 @@ class WebTools:
         first = (_get(answer, "data", list) or [None])[0]
         data = base64.b64decode((_get(first, "b64_json", str) or "") + "==")
         if _get(first, "url", str):
-            data = self._in_time(cancel or Cancel(), self._get, first["url"], MAX_IMAGE_BYTES)[2]
+            data = self._in_time(cancel or Cancel(), self._fetch, first["url"], MAX_IMAGE_BYTES)[2]
         endings = [ending for start, ending in IMAGE_STARTS.items() if data.startswith(start)]
         if not endings:
             raise ToolError(f"no image came: {_shown(answer)}")
