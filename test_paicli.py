@@ -2985,7 +2985,7 @@ class TestWebTools(Case):
             self.assertIn(wanted, self.web(server).web_fetch(server.url))
         for headers, data, why in (({"Content-Type": "application/pdf"}, b"%PDF-1.4 x", "PDF, 10 bytes"), ({"Content-Type": "image/png"}, b"\x89PNG\0", "image/png"),
                                    ({"Content-Type": "text/plain"}, b"a\0b", "no text"), ({"Content-Type": "text/plain"}, b"%PDF-1", "PDF"),
-                                   ({"Content-Type": "text/html", "Content-Encoding": "gzip"}, b"\x1f\x8b", "text/html, 2 bytes")):
+                                   ({"Content-Type": "text/html", "Content-Encoding": "gzip"}, b"\x1f\x8b\x08\0x", "text/html, 5 bytes")):
             server = self.server((200, headers, data))
             self.assertNotIn("%PDF-1", str(self.raises(paicli.ToolError, why, self.web(server).web_fetch, server.url)))
         server = self.server((404, {"Content-Type": "text/html"}, b"<html><title>Not here</title><p>" + b"x" * 999))
