@@ -3601,8 +3601,8 @@ _MAX_DEPTH = 100                         # of elements; deeper ones are put side
 _VOID = set("area base br col embed hr img input link meta param source track wbr".split())
 _HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
 _BLOCKS = _HEADINGS | set("""address article aside blockquote body caption center dd details div dl
-    dt fieldset figcaption figure footer form header hr legend li main nav ol p pre section summary
-    table tbody td tfoot th thead tr ul""".split())
+    dt fieldset figcaption figure footer form header hr html legend li main nav ol p pre section
+    summary table tbody td tfoot th thead tr ul""".split())
 # A start tag ends the first of these, if it is open within the second: hardly anybody writes </li>.
 _ENDS = {"li": ({"li"}, {"ul", "ol"}), "tr": ({"tr"}, {"table"}), "a": ({"a"}, _BLOCKS),
          **dict.fromkeys(("td", "th"), ({"td", "th"}, {"table"})),
@@ -3623,10 +3623,9 @@ class HtmlReader:
 
     def __init__(self, url: str):
         self.title, self.found = "", {"main": [], "article": [], "aside": []}      # their blocks
-        self._base, self._blocks = url, []                # paragraphs, lists, tables: Markdown
-        self._pieces = []                # of the next block
-        # (tag, role, URL, how many blocks and pieces there were when it began), innermost last
-        self._open = [("html", "", "", 0, 0)]
+        self._base = url
+        self._pieces = []                # (text, whether it is a block: a paragraph, list, table)
+        self._open = [("html", "", "", 0)]     # (tag, role, URL, where its pieces begin)
 
     def start(self, tag: str, attributes: list) -> None:
         """Take a start tag."""
@@ -3634,17 +3633,14 @@ class HtmlReader:
         href = attributes.get("href")
         url = absolute_url(self._base, href) if href else ""
         self._end(*_ENDS.get(tag, ({"p"} if tag in _BLOCKS else (), _BLOCKS)))
-        if tag in _BLOCKS:
-            self._break()
         if tag == "base":
             self._base = url or self._base
-        elif tag == "br":
-            self._pieces.append("\n")
+        elif tag in ("br", "hr"):
+            self._pieces.append(("\n", False) if self._is_in("pre") else ("", True))
         elif tag == "img" and re.search(r"\w", attributes.get("alt", "")):
             self.text(f"(image: {attributes['alt'].strip()})")
         elif tag not in _VOID and len(self._open) < _MAX_DEPTH:
-            role = self._role(tag, attributes)
-            self._open.append((tag, role, url, len(self._blocks), len(self._pieces)))
+            self._open.append((tag, self._role(tag, attributes), url, len(self._pieces)))
 
     def end(self, tag: str) -> None:
         """Take an end tag; one that ends nothing is nothing."""
@@ -3657,13 +3653,12 @@ class HtmlReader:
         if self._open[-1][0] == "title" and not self._is_in("svg"):
             self.title = self.title or " ".join(text.split())
         if not self._is_in("unseen"):
-            self._pieces.append(text if self._is_in("pre") else re.sub(r"\s+", " ", text))
+            self._pieces.append((text, False))
 
     def rest(self) -> list[str]:
         """End what is still open; return the blocks of the page without asides."""
         self._close(0)
-        self._break()
-        return self._blocks
+        return _blocks_of(self._pieces)
 
     def _is_in(self, *names):
         return any(tag in names or role in names for tag, role, *_ in self._open)
@@ -3694,19 +3689,17 @@ class HtmlReader:
     def _close(self, i):
         """End the elements from the i-th on: what is in each becomes Markdown of its kind."""
         while len(self._open) > i:
-            tag, role, url, n_blocks, n_pieces = self._open.pop()
-            if tag == "pre" and not self._is_in("pre"):
-                self._blocks.append("".join(self._pieces))
-                self._pieces.clear()
+            tag, role, url, begin = self._open.pop()
+            inside = self._pieces[begin:]
+            if self._is_in("pre"):       # a block in it is a line
+                is_line = tag in _BLOCKS and inside and not inside[-1][0].endswith("\n")
+                inside += [("\n", False)] * is_line
             elif tag in _BLOCKS:
-                self._break()
-            inside = self._blocks[n_blocks:]
-            if tag == "a" and inside:
-                inside[0] = _inline(tag, url, inside[0])
-            elif tag in ("a", "code", "kbd", "samp", "tt") and not self._is_in("pre"):
-                text = "".join(self._pieces[n_pieces:])
-                self._pieces[n_pieces:] = [_inline(tag, url, text)]
-            self._blocks[n_blocks:] = self._noted(role, _markdown_of(tag, inside))
+                blocks = self._noted(role, _markdown_of(tag, inside))
+                inside = [(block, True) for block in blocks or [""]]
+            elif tag in ("a", "code", "kbd", "samp", "tt"):
+                inside = _inline(tag, url, inside)
+            self._pieces[begin:] = inside
 
     def _noted(self, role, blocks):
         """What stays of an element: all but asides; a "sidebar" that tells much is none."""
@@ -3717,39 +3710,37 @@ class HtmlReader:
             self.found[role] += blocks
         return [] if role == "aside" else blocks
 
-    def _break(self):
-        """A block ends here, and another one begins; in <pre> that is a new line."""
-        if self._pieces and self._is_in("pre"):
-            self._pieces += ["\n"] * (not self._pieces[-1].endswith("\n"))
-        elif self._pieces:
-            lines = (" ".join(line.split()) for line in "".join(self._pieces).split("\n"))
-            self._pieces, text = [], "\n".join(lines).strip()
-            self._blocks += [re.sub(r"\n{3,}", "\n\n", text)] * bool(text)
+def _blocks_of(pieces):
+    """The blocks among pieces, and what is between them as paragraphs."""
+    blocks = []
+    for is_block, group in itertools.groupby(pieces, lambda piece: piece[1]):
+        texts = [text for text, _ in group]
+        blocks += texts if is_block else [" ".join("".join(texts).split())]
+    return [block for block in blocks if block]
 
 
-def _markdown_of(tag, blocks):
-    """The blocks in an element, as blocks of this element."""
-    text = "\n\n".join(filter(None, blocks))
+def _markdown_of(tag, pieces):
+    """The inside of an element, as blocks of this element."""
+    blocks = _blocks_of(pieces)
+    text = "\n\n".join(blocks)
     if tag in ("li", "td", "th"):
         return [text]                    # of an empty cell, too
     if tag == "tr":
-        return _row(blocks)
+        return _row([cell for cell, is_block in pieces if is_block])
     if not text:
         return []
     if tag in ("ul", "ol"):
         marks = (f"{n}. " if tag == "ol" else "- " for n in itertools.count(1))
-        return ["\n".join(_behind(next(marks), item) for item in blocks if item)]
+        return ["\n".join(_behind(next(marks), item) for item in blocks)]
     if tag in ("dt", "dd", "blockquote"):
         return [_behind({"dt": "- ", "dd": "  "}.get(tag, "> "), text)]
     if tag == "pre":
-        code = text.expandtabs().strip("\n")
+        code = "".join(text for text, _ in pieces).expandtabs().strip("\n")
         fence = max(["``", *re.findall("`{3,}", code)], key=len) + "`"
         return [f"{fence}\n{code}\n{fence}"]
     if tag in _HEADINGS:
         return ["#" * int(tag[1]) + " " + " ".join(text.split())]
-    if tag == "table":
-        return [_table(text)]
-    return blocks
+    return [_table(text)] if tag == "table" else blocks
 
 
 def _behind(mark, text):
@@ -3774,14 +3765,19 @@ def _table(text):
                   text, count=1)
 
 
-def _inline(tag, url, text):
-    """A link, around its first line if there are several, as in a card; or code."""
+def _inline(tag, url, pieces):
+    """Code, or a link; of several blocks, as in a card, it is the first line."""
+    has_blocks = any(is_block for _, is_block in pieces)
+    texts = _blocks_of(pieces) if has_blocks else [
+        re.sub(r"\s+", " ", "".join(text for text, _ in pieces))]
     if tag != "a":
-        is_plain = text.strip() and not re.search(r"[\n`]|\]\(", text)
-        return f"`{text.strip()}`" if is_plain else text
-    if not url or not re.search(r"\w", text):             # "¶" is a link to itself
-        return text if re.search(r"\w", text) else ""
-    return re.sub(r"\A([#>\s]*)([^\n]*\S)", lambda m: f"{m[1]}[{m[2]}]({url})", text)
+        is_code = not has_blocks and not re.search(r"^\s*$|`|\]\(", texts[0])
+        return [(f"`{texts[0].strip()}`", False)] if is_code else pieces
+    if not re.search(r"\w", "".join(texts)):
+        return []                        # "¶" is a link to itself
+    if url:
+        texts[0] = re.sub(r"\A([#>\s]*)([^\n]*\S)", lambda m: f"{m[1]}[{m[2]}]({url})", texts[0])
+    return [(text, has_blocks) for text in texts]
 
 
 def absolute_url(base: str, href: str) -> str:

@@ -2848,7 +2848,7 @@ class TestWebTools(Case):
                 ("<table><tr><th>a<th>b|c<tr><td><p>1</p><td>2<tr><td><td>3</table>", "| a | b\\|c |\n|---|---|\n| 1 | 2 |\n|  | 3 |"),
                 ("<table><tr><td><h3>a</h3>b<td><table><tr><td>c<td>d</table></table>", "### a\n\nb\n\n| c | d |\n|---|---|"),
                 ("<blockquote><p>a</p><p>b</p></blockquote>c", "> a\n\n> b\n\nc"),
-                ("a<br>b &amp; &eacute;&#x4e2d;&nbsp;c&bogus;", "a\nb & é中 c&bogus;"),
+                ("a<br>b &amp; &eacute;&#x4e2d;&nbsp;c&bogus;", "a\n\nb & é中 c&bogus;"),
                 ("<img alt='a cat' src=x><img alt=''><hr>", "(image: a cat)"),
                 ("<a href=c><h3>Card</h3><p>text</p></a>", "### [Card](http://docs.test/a/c)\n\ntext"),
                 ("<h2>a <a class=headerlink href='#a'>¶</a></h2>", "## a"),
