@@ -3619,7 +3619,11 @@ _ASIDE = r"""(?xi) (?!(?:has|with|no|is)[-_]) (?: [\w-]* (?: breadcrumb | editse
 
 
 class HtmlReader:
-    """Takes the tags and texts of a page, and makes blocks of Markdown of them."""
+    """Takes the tags and texts of a page, and makes blocks of Markdown of them.
+
+    Where an element ends, the pieces in it become the blocks of its kind: those of a <li> one block,
+    those of a <ul> one with a mark before each.
+    """
 
     def __init__(self, url: str):
         self.title, self.found = "", {"main": [], "article": [], "aside": []}      # their blocks
@@ -3710,6 +3714,7 @@ class HtmlReader:
             self.found[role] += blocks
         return [] if role == "aside" else blocks
 
+
 def _blocks_of(pieces):
     """The blocks among pieces, and what is between them as paragraphs."""
     blocks = []
@@ -3798,7 +3803,7 @@ def html_to_markdown(page: str, url: str) -> tuple[str, str]:
     reader, parser = HtmlReader(url), HTMLParser()
     parser.handle_starttag, parser.handle_endtag = reader.start, reader.end
     parser.handle_data = reader.text
-    page = re.sub("[\0-\10\r]|(?<=<!)\\[", "", page)      # a marked section may raise an error
+    page = re.sub("[\0-\x08\r]|(?<=<!)\\[", "", page)      # a marked section may raise an error
     parser.feed(page + "\n")             # not close(): it tries each "<!--" without end, for hours
     rest, found = reader.rest(), reader.found
     parts = [found["main"], found["article"], rest, rest + found["aside"]]
