@@ -3538,7 +3538,7 @@ MAX_IMAGE_BYTES = 50 << 20
 MAX_PAGE_CHARS = 30000                   # of one result; `start` asks for what follows
 PAGE_TIMEOUT_S = 30                      # from the first look-up of a name to the last byte
 MAX_REQUESTS = 30                        # a minute; what is more waits
-MAX_REDIRECTS = 5
+MAX_REDIRECTS, MAX_HITS = 5, 8
 
 
 # ---- where a URL may lead
@@ -3621,8 +3621,8 @@ _ASIDE = r"""(?xi) (?!(?:has|with|no|is)[-_]) (?: [\w-]* (?: breadcrumb | editse
 class HtmlReader:
     """Takes the tags and texts of a page, and makes blocks of Markdown of them.
 
-    Where an element ends, the pieces in it become the blocks of its kind: those of a <li> one block,
-    those of a <ul> one with a mark before each.
+    Where an element ends, the pieces in it become the blocks of its kind: those of a <li> one
+    block, those of a <ul> one with a mark before each.
     """
 
     def __init__(self, url: str):
@@ -3925,11 +3925,10 @@ class WebTools:
         return "\n".join([from_web(url, heading + part), *notes])
 
     @tool(1)
-    def web_search(self, query: str, count: int = 8, cancel: Cancel | None = None) -> str:
+    def web_search(self, query: str, cancel: Cancel | None = None) -> str:
         """Search the web; read what looks right with web_fetch.
 
         query: a few words
-        count: how many results
         """
         is_set = [n for n, (variable, *_) in SEARCH_SERVICES.items() if self._config.get(variable)]
         name = self._config.get("SEARCH_PROVIDER").lower() or (is_set or ["no search"])[0]
@@ -3937,10 +3936,9 @@ class WebTools:
             raise ToolError(f"{name} is not set up: SEARXNG_URL, SERPAPI_KEY or GLM_API_KEY does"
                             " that, and SEARCH_PROVIDER=searxng, serpapi or zhipu chooses")
         _, place, *keys, advice = SEARCH_SERVICES[name]
-        count = max(1, min(count, 20))
         self._take_turn(cancel or Cancel())
         try:
-            answer = getattr(self, "_ask_" + name)(query, count, cancel)
+            answer = getattr(self, "_ask_" + name)(query, cancel)
         except HttpError as e:
             raise ToolError(f"{name} did not search: {e}; {advice}") from None
         found = _get(answer, place, list)
@@ -3950,7 +3948,7 @@ class WebTools:
         if (fault or found is None) and not is_nothing:
             raise ToolError(f"{name} did not search: {_shown(fault or answer)}; {advice}")
         lines = []
-        for n, hit in enumerate((found or [])[:count], 1):
+        for n, hit in enumerate((found or [])[:MAX_HITS], 1):
             title, url, text, date = (one_line(_get(hit, key, str) or "", 500) for key in keys)
             parts = (f"{n}. {title}", url, f"{date} {text}".strip())
             lines.append("\n   ".join(filter(None, parts)))
@@ -3958,21 +3956,22 @@ class WebTools:
             return f"Nothing found: {query}"
         return from_web(f"{name}: {query}", "\n".join(lines))
 
-    def _ask_searxng(self, query, count, cancel):
+    def _ask_searxng(self, query, cancel):
         url = self._config.settings["SEARXNG_URL"]
         if is_strangers_host(url):
             raise ToolError("SEARXNG_URL is from ./.env, and that needs the person's trust")
         query = urllib.parse.urlencode({"q": query, "format": "json"})
         return self._http.json("GET", f"{url.value.rstrip('/')}/search?{query}", cancel=cancel)
 
-    def _ask_serpapi(self, query, count, cancel):
-        query = urllib.parse.urlencode({"engine": "google", "q": query, "num": count,
+    def _ask_serpapi(self, query, cancel):
+        query = urllib.parse.urlencode({"engine": "google", "q": query, "num": MAX_HITS,
                                         "api_key": self._config.get("SERPAPI_KEY")})
         return self._http.json("GET", f"{self._serpapi_url}/search.json?{query}", cancel=cancel)
 
-    def _ask_zhipu(self, query, count, cancel):
-        return self._post(choose_provider(self._config, "glm"), "/web_search", cancel, count=count,
-                          search_engine="search_std", search_query=query[:70])    # longer: refused
+    def _ask_zhipu(self, query, cancel):
+        return self._post(choose_provider(self._config, "glm"), "/web_search", cancel,
+                          search_engine="search_std", count=MAX_HITS,
+                          search_query=query[:70])        # longer ones are refused
 
     def _post(self, provider, path, cancel, **payload):
         """-> the answer of a provider of models."""
