@@ -3504,16 +3504,9 @@ class Team:
         reviewer = helper(self.agent, "reviewer", REVIEW_PROMPT, 1, step.id)
         text = f"{self.planner.step_text(step)}\n\nWhat the worker says:\n{result}"
         said = self.planner.attempt(reviewer, text, cancel)
-        verdict = ask_json(reviewer, REVIEW_PROMPT, [text], VERDICT_SCHEMA, cancel, said,
-                           _consistent)
+        verdict = ask_json(reviewer, REVIEW_PROMPT, [text], VERDICT_SCHEMA, cancel, said)
         self.agent.on_event({"type": "review", "step": step.id, **verdict})
-        return [] if verdict["approved"] else verdict["issues"]
-
-
-def _consistent(verdict):
-    if not verdict["approved"] and not verdict["issues"]:
-        raise ToolError("approved is false, but issues says nothing")
-    return verdict
+        return [] if verdict["approved"] else verdict["issues"] or ["the reviewer does not say"]
 
 
 # =============================================================================

@@ -2782,9 +2782,10 @@ class TestTeam(Case):
         self.turn({"a": [reply_of(call("look"), call("change"), call("start")), self.verdict()], "b": [self.verdict()]}, plan=plan_of("a execute", "b read a"))
         self.assertEqual([True, False, False], [e["ok"] for e in self.events if e["type"] == "result"])
 
-    def test_a_verdict_that_says_nothing_is_asked_for_again_then_the_step_is_marked(self):
+    def test_a_verdict_that_is_none_is_asked_for_again_and_one_without_a_reason_goes_back(self):
         no_reason = '{"approved": false, "issues": []}'
         self.assertTrue(self.turn({"a": ["Looks fine to me.", self.verdict()], "b": [no_reason, self.verdict()]}))
+        self.assertIn("the reviewer does not say", self.cast.texts("b")[1])
         self.assertFalse(self.turn({"a": ["Looks fine to me."], "b": [no_reason]}, {"a": ["A is 7."]}))
         self.assertEqual({"a": "rejected", "b": "rejected"}, self.states())
         self.assertRegex(self.team.planner.plan.steps["a"].result, r"^NOT REVIEWED: the model's answer can't be used: there is no JSON in it .*\n\nA is 7\.$")
