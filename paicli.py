@@ -3689,8 +3689,8 @@ class HtmlReader:
             tag, role, url, begin = self._open.pop()
             inside = self._pieces[begin:]
             if self._is_in("pre"):       # a block in it is a line
-                is_line = tag in _BLOCKS and inside and not inside[-1][0].endswith("\n")
-                inside += [("\n", False)] * is_line
+                if tag in _BLOCKS and inside and not inside[-1][0].endswith("\n"):
+                    inside.append(("\n", False))
             elif tag in _BLOCKS:
                 blocks = self._noted(role, _markdown_of(tag, inside))
                 inside = [(block, True) for block in blocks or [""]]

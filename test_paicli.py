@@ -2898,6 +2898,14 @@ class TestWebTools(Case):
             self.assertIn("The text that counts.", text, name)
             self.assertLess(time.process_time() - started, 15, name)
 
+    def test_no_mixture_of_tags_breaks_the_reader(self):
+        tags = "a code pre div p ul ol li dl dt dd table tr td th h2 span main article nav aside body title script svg br img base blockquote b".split()
+        for seed in range(500):
+            chance = random.Random(seed)
+            page = "".join(chance.choice((f"<{chance.choice(tags)}{chance.choice(('', ' href=x', ' class=menu', ' hidden', ' alt=x'))}>",
+                                          f"</{chance.choice(tags)}>", "x", " ", "|", "`\n")) for _ in range(40))
+            self.assertNotRegex(self.markdown(page + "<p>the end</p>" * 20), "</?[a-z]", page)
+
     def test_a_page_is_read_in_its_own_charset(self):
         text = "日本語のページ。読めますか"
         for data, header, wanted in (
