@@ -3504,16 +3504,9 @@ class Team:
         reviewer = helper(self.agent, "reviewer", REVIEW_PROMPT, 1, step.id)
         text = f"{self.planner.step_text(step)}\n\nWhat the worker says:\n{result}"
         said = self.planner.attempt(reviewer, text, cancel)
-        verdict = ask_json(reviewer, REVIEW_PROMPT, [text], VERDICT_SCHEMA, cancel, said,
-                           _consistent)
+        verdict = ask_json(reviewer, REVIEW_PROMPT, [text], VERDICT_SCHEMA, cancel, said)
         self.agent.on_event({"type": "review", "step": step.id, **verdict})
-        return [] if verdict["approved"] else verdict["issues"]
-
-
-def _consistent(verdict):
-    if not verdict["approved"] and not verdict["issues"]:
-        raise ToolError("approved is false, but issues says nothing")
-    return verdict
+        return [] if verdict["approved"] else verdict["issues"] or ["the reviewer does not say"]
 
 
 # =============================================================================
@@ -3538,7 +3531,7 @@ MAX_IMAGE_BYTES = 50 << 20
 MAX_PAGE_CHARS = 30000                   # of one result; `start` asks for what follows
 PAGE_TIMEOUT_S = 30                      # from the first look-up of a name to the last byte
 MAX_REQUESTS = 30                        # a minute; what is more waits
-MAX_REDIRECTS = 5
+MAX_REDIRECTS, MAX_HITS = 5, 8
 
 
 # ---- where a URL may lead
@@ -3599,66 +3592,88 @@ def decode_page(data: bytes, content_type: str = "") -> str:
 
 _MAX_DEPTH = 100                         # of elements; deeper ones are put side by side
 _VOID = set("area base br col embed hr img input link meta param source track wbr".split())
-_BLOCKS = set("""address article aside blockquote body caption center dd details div dl dt fieldset
-    figcaption figure footer form h1 h2 h3 h4 h5 h6 header hr html legend li main nav ol p pre
-    section summary table tbody td tfoot th thead tr ul""".split())
+_HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
+_BLOCKS = _HEADINGS | set("""address article aside blockquote body caption center dd details div dl
+    dt fieldset figcaption figure footer form header hr html legend li main nav ol p pre section
+    summary table tbody td tfoot th thead tr ul""".split())
 # A start tag ends the first of these, if it is open within the second: hardly anybody writes </li>.
 _ENDS = {"li": ({"li"}, {"ul", "ol"}), "tr": ({"tr"}, {"table"}), "a": ({"a"}, _BLOCKS),
          **dict.fromkeys(("td", "th"), ({"td", "th"}, {"table"})),
          **dict.fromkeys(("dt", "dd"), ({"dt", "dd"}, {"dl"}))}
 _UNSEEN = set("""audio button canvas dialog iframe noscript object script select style svg template
     textarea title video""".split())
-# Classes, ids and roles of what a page is not about.
+# Tags, classes, ids and roles of what a page is not about.
 _ASIDE = r"""(?xi) (?!(?:has|with|no|is)[-_]) (?: [\w-]* (?: breadcrumb | editsection | headerlink
     | masthead | navbar | navfooter | navheader | permalink | sidebar ) [\w-]* | \w*nav
     | (?:\w+[-_])? (?: ads? | banner | bottomlang | complementary | contentinfo | cookies? | footer
       | linenos? | menu | menubar | navigation | newsletter | page-header | pager | pagination
       | promo | related | search | share | skip | social | toplang )
       (?: [-_] (?: bar | links? | list | nav ))? )"""
-# Line ends and spaces that shall stay, the mark of a list item, the beginning of a table cell.
-_LINE, _SPACE, _ITEM, _CELL = "\x01", "\x02", "\x03", "\x04"
 
 
 class HtmlReader:
-    """Takes the tags and texts of a page; where an element ends, its inside becomes Markdown."""
+    """Takes the tags and texts of a page, and makes blocks of Markdown of them.
+
+    Where an element ends, the pieces in it become the blocks of its kind: those of a <li> one
+    block, those of a <ul> one with a mark before each.
+    """
 
     def __init__(self, url: str):
-        self.title, self.main, self.articles, self.asides = "", [], [], []      # found on the way
-        self._base, self._pieces = url, []
-        self._open = [("html", {}, 0)]   # (tag, attributes, where its pieces begin), innermost last
+        self.title, self.found = "", {"main": [], "article": [], "aside": []}      # their blocks
+        self._base = url
+        self._pieces = []                # (text, whether it is a block: a paragraph, list, table)
+        self._open = [("html", "", "", 0)]     # (tag, role, URL, where its pieces begin)
 
     def start(self, tag: str, attributes: list) -> None:
         """Take a start tag."""
         attributes = {k: v or "" for k, v in attributes}
+        href = attributes.get("href")
+        url = absolute_url(self._base, href) if href else ""
         self._end(*_ENDS.get(tag, ({"p"} if tag in _BLOCKS else (), _BLOCKS)))
         if tag == "base":
-            self._base = absolute_url(self._base, attributes.get("href", "")) or self._base
-        elif tag == "br":
-            self._pieces.append(_LINE if self._is_in("pre") else "\n")
+            self._base = url or self._base
+        elif tag in ("br", "hr"):
+            self._pieces.append(("\n", False) if self._is_in("pre") else ("", True))
         elif tag == "img" and re.search(r"\w", attributes.get("alt", "")):
             self.text(f"(image: {attributes['alt'].strip()})")
         elif tag not in _VOID and len(self._open) < _MAX_DEPTH:
-            self._open.append((tag, attributes, len(self._pieces)))
+            self._open.append((tag, self._role(tag, attributes), url, len(self._pieces)))
 
     def end(self, tag: str) -> None:
         """Take an end tag; one that ends nothing is nothing."""
-        cells, headings = {"tr", "td", "th"}, {"h1", "h2", "h3", "h4", "h5", "h6"}
+        cells = {"tr", "td", "th"}
         scope = {"table"} if tag in cells else cells if tag in _BLOCKS else _BLOCKS
-        self._end(headings if tag in headings else {tag}, () if tag == "table" else scope)
+        self._end(_HEADINGS if tag in _HEADINGS else {tag}, () if tag == "table" else scope)
 
     def text(self, text: str) -> None:
         """Take a text."""
-        if self._is_in("pre"):
-            text = re.sub(r"[^\S\n]", _SPACE, text.expandtabs()).replace("\n", _LINE)
-        self._pieces.append(re.sub(r"\s+", " ", text))
+        if self._open[-1][0] == "title" and not self._is_in("svg"):
+            self.title = self.title or " ".join(text.split())
+        if not self._is_in("unseen"):
+            self._pieces.append((text, False))
 
-    def rest(self) -> str:
-        """End what is still open; return the page without asides."""
-        self._close(1)
-        return _tidy("".join(self._pieces))
+    def rest(self) -> list[str]:
+        """End what is still open; return the blocks of the page without asides."""
+        self._close(0)
+        return _blocks_of(self._pieces)
 
     def _is_in(self, *names):
-        return any(tag in names or a.get("role") in names for tag, a, _ in self._open)
+        return any(tag in names or role in names for tag, role, *_ in self._open)
+
+    def _role(self, tag, attributes):
+        """What an element is; navigation and the like within a line is just not seen."""
+        role, id_ = attributes.get("role", ""), attributes.get("id", "")
+        names = [tag, role, *attributes.get("class", "").split()[:20]]
+        names += [id_] * (tag != "section")               # else it is a heading's
+        is_around = tag in ("aside", "header") and not self._is_in("main", "article")
+        if tag in ("html", "body"):
+            return ""
+        if (tag in _UNSEEN or "hidden" in attributes or attributes.get("aria-hidden") == "true"
+                or re.search(r"display:\s*none", attributes.get("style", ""))):
+            return "unseen"
+        if is_around or any(re.fullmatch(_ASIDE, name[:60]) for name in names):
+            return "aside" if tag in _BLOCKS else "unseen"
+        return next((name for name in ("main", "article") if name in (tag, role)), "")
 
     def _end(self, tags, scope):
         """End the innermost of these elements, unless one of `scope` is open within it."""
@@ -3669,111 +3684,98 @@ class HtmlReader:
                 return None
 
     def _close(self, i):
+        """End the elements from the i-th on: what is in each becomes Markdown of its kind."""
         while len(self._open) > i:
-            tag, attributes, begin = self._open.pop()
-            inside = "".join(self._pieces[begin:])
-            self._pieces[begin:] = [self._markdown(tag, attributes, inside)]
+            tag, role, url, begin = self._open.pop()
+            inside = self._pieces[begin:]
+            if self._is_in("pre"):       # a block in it is a line
+                if tag in _BLOCKS and inside and not inside[-1][0].endswith("\n"):
+                    inside.append(("\n", False))
+            elif tag in _BLOCKS:
+                blocks = self._noted(role, _markdown_of(tag, inside))
+                inside = [(block, True) for block in blocks or [""]]
+            elif tag in ("a", "code", "kbd", "samp", "tt"):
+                inside = _inline(tag, url, inside)
+            self._pieces[begin:] = inside
 
-    def _markdown(self, tag, attributes, inside):
-        """An element as Markdown, with what is in it; title, main parts and asides are noted."""
-        gap = "\n\n" * (tag in _BLOCKS)
-        if tag == "title" and not self._is_in("svg"):
-            self.title = self.title or " ".join(inside.split())
-        if (tag in _UNSEEN or "hidden" in attributes or attributes.get("aria-hidden") == "true"
-                or re.search(r"display:\s*none", attributes.get("style", ""))):
-            return gap
-        if self._is_in("pre"):
-            return inside + _LINE * (tag in _BLOCKS and not inside.endswith(_LINE))
-        if self._is_aside(tag, attributes, inside):
-            self.asides += [inside] * bool(gap)
-            return gap
-        if tag == "main" or attributes.get("role") == "main":
-            self.main.append(inside)
-        elif tag == "article" and not self._is_in("article"):
-            self.articles.append(inside)
-        if tag == "a":
-            return _link(absolute_url(self._base, attributes.get("href", "")), inside)
-        return _markdown_of(tag, inside)
-
-    def _is_aside(self, tag, attributes, inside):
-        """True for navigation and the like; a "sidebar" that tells something is none."""
-        names = [attributes.get("role", ""), *attributes.get("class", "").split()[:20]]
-        names += [attributes.get("id", "")] * (tag != "section")        # there it is a heading's
-        is_around = tag in ("aside", "header", "footer") and not self._is_in("main", "article")
-        is_named = is_around or any(re.fullmatch(_ASIDE, name[:60]) for name in names)
-        n_said, n_linked = _letters(inside) if is_named else (0, 0)
-        return tag == "nav" or is_named and tag not in ("html", "body") and (
-            n_said < max(200, 2 * n_linked))
+    def _noted(self, role, blocks):
+        """What stays of an element: all but asides; a "sidebar" that tells much is none."""
+        if role == "aside":
+            said = re.sub(r"\[[^\[\]]*\]\([^()\s]*\)|\W", "", "".join(blocks))    # not in links
+            role = role if len(said.encode()) < 200 else ""             # bytes: 字 says more
+        if role in self.found and not self._is_in(role):
+            self.found[role] += blocks
+        return [] if role == "aside" else blocks
 
 
-def _markdown_of(tag, inside):
-    """What is in an element, as this element."""
-    if tag in ("li", "dt", "dd"):
-        first, indent = (_SPACE * 2 if tag == "dd" else _ITEM), _SPACE * 2
-        return "\n" + first + re.sub(r"\n(?!\n)", "\n" + indent, _tidy(inside))
-    if tag in ("ul", "ol", "dl"):
-        marks = (f"{n}. " if tag == "ol" else "- " for n in itertools.count(1))
-        return "\n" + re.sub(_ITEM, lambda match: next(marks), inside) + "\n\n"
-    if tag in ("code", "tt", "kbd", "samp"):
-        is_plain = inside.strip() and not re.search(r"[\n`]|\]\(", inside)
-        return f"`{inside.strip()}`" if is_plain else inside
-    if tag in ("td", "th"):
-        return _CELL + _tidy(inside)
+def _blocks_of(pieces):
+    """The blocks among pieces, and what is between them as paragraphs."""
+    blocks = []
+    for is_block, group in itertools.groupby(pieces, lambda piece: piece[1]):
+        texts = [text for text, _ in group]
+        blocks += texts if is_block else [" ".join("".join(texts).split())]
+    return [block for block in blocks if block]
+
+
+def _markdown_of(tag, pieces):
+    """The inside of an element, as blocks of this element."""
+    blocks = _blocks_of(pieces)
+    text = "\n\n".join(blocks)
+    if tag in ("li", "td", "th"):
+        return [text]                    # of an empty cell, too
     if tag == "tr":
-        return _row(inside)
-    if tag == "table" and "|---|" not in inside:          # its first row is its head
-        inside = re.sub(r"(?m)^\| .*", lambda row: row[0] + "\n|" + "---|" * (
-            len(re.findall(r"(?<!\\)\|", row[0])) - 1), inside, count=1)
-    elif tag == "pre":
-        code = inside.strip(_LINE)
+        return _row([cell for cell, is_block in pieces if is_block])
+    if not text:
+        return []
+    if tag in ("ul", "ol"):
+        marks = (f"{n}. " if tag == "ol" else "- " for n in itertools.count(1))
+        return ["\n".join(_behind(next(marks), item) for item in blocks)]
+    if tag in ("dt", "dd", "blockquote"):
+        return [_behind({"dt": "- ", "dd": "  "}.get(tag, "> "), text)]
+    if tag == "pre":
+        code = "".join(text for text, _ in pieces).expandtabs().strip("\n")
         fence = max(["``", *re.findall("`{3,}", code)], key=len) + "`"
-        inside = _LINE.join([fence, code, fence])
-    elif tag == "blockquote":
-        inside = "> " + _tidy(inside).replace("\n", f"\n>{_SPACE}")
-    elif re.fullmatch("h[1-6]", tag):
-        inside = "#" * int(tag[1]) + " " + " ".join(inside.split())
-    return f"\n\n{inside}\n\n" if tag in _BLOCKS else inside
+        return [f"{fence}\n{code}\n{fence}"]
+    if tag in _HEADINGS:
+        return ["#" * int(tag[1]) + " " + " ".join(text.split())]
+    return [_table(text)] if tag == "table" else blocks
 
 
-def _row(inside):
+def _behind(mark, text):
+    """A text with a mark before its first line, and the others indented as much."""
+    return mark + re.sub(r"\n(?!\n)", "\n" + re.sub("[^>]", " ", mark), text)
+
+
+def _row(cells):
     """Cells with short text are a row; others lay out a page, and come one below the other."""
-    cells = inside.split(_CELL)[1:]
-    if len(cells) < 2 or len(inside) > 1000 or re.search(
-            rf"(?m){_LINE}|(?:^|{_CELL})(?:#+ |\| )", inside):
-        return "\n\n" + "\n\n".join(cells) + "\n\n"
-    return "\n| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
+    if len(cells) < 2 or sum(map(len, cells)) > 1000 or any(
+            re.search(r"(?m)^(#+ |\| |```)", cell) for cell in cells):
+        return cells
+    return ["| " + " | ".join(" ".join(c.replace("|", "\\|").split()) for c in cells) + " |"]
 
 
-def _link(url, inside):
-    """[text](URL), around the first line if there are several, as in a card of a front page."""
-    head, text, tail = re.match(r"([#>\s]*)([^\n]*)(.*)", inside, re.S).groups()
-    if not re.search(r"\w", text) or not url or "](" in text:
-        return inside if re.search(r"\w", inside) else ""         # "¶" is a link to itself
-    return f"{head}[{text.rstrip()}]({url}){' ' * text[-1].isspace()}{tail}"
+def _table(text):
+    """The rows of a table close together; the first is its head."""
+    text = text.replace(" |\n\n| ", " |\n| ")
+    if "|---|" in text:                  # a table in this table
+        return text
+    return re.sub(r"(?m)^\| .*", lambda row: row[0] + "\n" + re.sub(r"(\\.|[^|])+", "---", row[0]),
+                  text, count=1)
 
 
-def _tidy(text):
-    """The text without space around its lines, and one empty line at most between two."""
-    lines = (" ".join(line.split()) for line in text.split("\n"))
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
-
-
-def _letters(text):
-    """-> (how many letters of a text are in no link, and how many in the text of one)"""
-    link = r"\[([^\[\]]*)\]\([^()\s]*\)"
-    said, linked = re.sub(link + r"|\W", "", text), "".join(re.findall(link, text))
-    return len(said.encode()), len(linked.encode())       # bytes: a Chinese letter says more
-
-
-def _without_menus(text):
-    """The text, unless it is a list of links, without the lists of links at its both ends."""
-    blocks = text.split("\n\n")
-
-    def tells(block):
-        n_said, n_linked = _letters(block)
-        return n_said > n_linked or n_linked and block.count("](") < 2
-    told = [i for i, block in enumerate(blocks) if tells(block)]
-    return "\n\n".join(blocks[told[0]:told[-1] + 1]) if told and tells(text) else text
+def _inline(tag, url, pieces):
+    """Code, or a link; of several blocks, as in a card, it is the first line."""
+    has_blocks = any(is_block for _, is_block in pieces)
+    texts = _blocks_of(pieces) if has_blocks else [
+        re.sub(r"\s+", " ", "".join(text for text, _ in pieces))]
+    if tag != "a":
+        is_code = not has_blocks and not re.search(r"^\s*$|`|\]\(", texts[0])
+        return [(f"`{texts[0].strip()}`", False)] if is_code else pieces
+    if not re.search(r"\w", "".join(texts)):
+        return []                        # "¶" is a link to itself
+    if url:
+        texts[0] = re.sub(r"\A([#>\s]*)([^\n]*\S)", lambda m: f"{m[1]}[{m[2]}]({url})", texts[0])
+    return [(text, has_blocks) for text in texts]
 
 
 def absolute_url(base: str, href: str) -> str:
@@ -3785,7 +3787,7 @@ def absolute_url(base: str, href: str) -> str:
     return ""
 
 
-def html_to_markdown(page: str, url: str, cancel: Cancel | None = None) -> tuple[str, str]:
+def html_to_markdown(page: str, url: str) -> tuple[str, str]:
     """Return (title, main part as Markdown) of the HTML page at `url`.
 
     The first of these that is more than a line: <main>, the articles, all but asides, all.
@@ -3794,18 +3796,12 @@ def html_to_markdown(page: str, url: str, cancel: Cancel | None = None) -> tuple
     reader, parser = HtmlReader(url), HTMLParser()
     parser.handle_starttag, parser.handle_endtag = reader.start, reader.end
     parser.handle_data = reader.text
-    page = re.sub("[\0-\4\r]|(?<=<!)\\[", "", page)       # a marked section may raise an error
-    for i in range(0, len(page), 1 << 18):
-        (cancel or Cancel()).check()
-        parser.feed(page[i:i + (1 << 18)])
-    parser.feed("\n")                    # not close(): it tries each "<!--" without end, for hours
-    rest = reader.rest()
-    found = ["\n\n".join(reader.main), "\n\n".join(reader.articles), _without_menus(rest)]
-    text = next((t for t in found if len(t) >= 100), "\n\n".join([rest, *reader.asides]))
-    # What was hidden is shown again, each line with the indent of the first.
-    lines = [line.replace(_LINE, "\n" + re.match(f"[{_SPACE}> ]*", line)[0])
-             for line in _tidy(text).replace(_ITEM, "- ").replace(_CELL, "").split("\n")]
-    return reader.title, "\n".join(lines).replace(_SPACE, " ")
+    page = re.sub("[\0-\x08\r]|(?<=<!)\\[", "", page)      # a marked section may raise an error
+    parser.feed(page + "\n")             # not close(): it tries each "<!--" without end, for hours
+    rest, found = reader.rest(), reader.found
+    parts = [found["main"], found["article"], rest, rest + found["aside"]]
+    texts = ["\n\n".join(filter(None, part)) for part in parts]
+    return reader.title, next((text for text in texts if len(text) >= 100), texts[-1])
 
 
 def from_web(source: str, text: str) -> str:
@@ -3840,7 +3836,8 @@ class WebTools:
         self._web = Http(config.proxies, resolve=self.resolve)          # where strangers' URLs go
         self._look_up = look_up_host or look_up
         self._allowed = set(config.get("PAICLI_WEB_HOSTS").lower().replace(",", " ").split())
-        self._times = collections.deque(maxlen=MAX_REQUESTS)            # guarded by _lock
+        # When the last requests had their turns; guarded by _lock.
+        self._turns = collections.deque([float("-inf")] * MAX_REQUESTS, MAX_REQUESTS)
         self._lock = threading.Lock()
 
     def resolve(self, host: str, port: int, is_proxied: bool = False) -> list[str]:
@@ -3858,9 +3855,8 @@ class WebTools:
         """Wait until this is no more than the MAX_REQUESTS-th request of a minute."""
         with self._lock:
             now = time.monotonic()
-            is_full = len(self._times) == MAX_REQUESTS
-            turn = max(now, self._times[0] + 60) if is_full else now
-            self._times.append(turn)
+            turn = max(now, self._turns[0] + 60)
+            self._turns.append(turn)
         if turn > now:
             cancel.sleep(turn - now)
 
@@ -3876,7 +3872,7 @@ class WebTools:
         finally:
             inner.set()
 
-    def _get(self, url, max_bytes, cancel):
+    def _fetch(self, url, max_bytes, cancel):
         """-> (URL, headers, bytes) after redirects, each of them checked like the first."""
         headers = {"User-Agent": f"Mozilla/5.0 (compatible; paicli/{__version__})",
                    "Accept": "text/markdown, text/html;q=0.9, */*;q=0.5"}
@@ -3895,18 +3891,16 @@ class WebTools:
 
     def _read(self, url, cancel):
         """-> (URL, title, text, whether it is cut off)."""
-        url, headers, data = self._get(url, MAX_PAGE_BYTES, cancel)
-        if headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise ToolError(f"{url} comes compressed, though nobody asked for that")
+        url, headers, data = self._fetch(url, MAX_PAGE_BYTES, cancel)
         content_type = headers.get("Content-Type") or ""
         kind = content_type.partition(";")[0].strip().lower()
         text, is_cut = decode_page(data, content_type), len(data) == MAX_PAGE_BYTES
-        if "html" in kind or not kind and re.match(r"(?i)\s*<(!doctype )?html", text):
-            return (url, *html_to_markdown(text, url, cancel), is_cut)
-        is_text = re.search("^$|^text/|json|xml|script|yaml|octet-stream", kind)
-        if not is_text or "\0" in text[:8000] or text.startswith("%PDF-"):
+        is_text = re.search("^$|^text/|html|json|xml|script|yaml|octet-stream", kind)
+        if not is_text or text.startswith("%PDF-") or "\0" in text[:8000]:
             name = "PDF" if text.startswith("%PDF-") else kind or "binary"
             raise ToolError(f"{url} is no text: {name}, {'over ' * is_cut}{len(data)} bytes")
+        if "html" in kind or not kind and re.match(r"(?i)\s*<(!doctype )?html", text):
+            return (url, *html_to_markdown(text, url), is_cut)
         return url, "", text, is_cut
 
     @tool(2)
@@ -3924,11 +3918,10 @@ class WebTools:
         return "\n".join([from_web(url, heading + part), *notes])
 
     @tool(1)
-    def web_search(self, query: str, count: int = 8, cancel: Cancel | None = None) -> str:
+    def web_search(self, query: str, cancel: Cancel | None = None) -> str:
         """Search the web; read what looks right with web_fetch.
 
         query: a few words
-        count: how many results
         """
         is_set = [n for n, (variable, *_) in SEARCH_SERVICES.items() if self._config.get(variable)]
         name = self._config.get("SEARCH_PROVIDER").lower() or (is_set or ["web search"])[0]
@@ -3936,10 +3929,9 @@ class WebTools:
             raise ToolError(f"{name} is not set up: SEARXNG_URL, SERPAPI_KEY or GLM_API_KEY does"
                             " that, and SEARCH_PROVIDER=searxng, serpapi or zhipu chooses")
         _, place, *keys, advice = SEARCH_SERVICES[name]
-        count = max(1, min(count, 20))
         self._take_turn(cancel or Cancel())
         try:
-            answer = getattr(self, "_ask_" + name)(query, count, cancel)
+            answer = getattr(self, "_ask_" + name)(query, cancel)
         except HttpError as e:
             raise ToolError(f"{name} did not search: {e}; {advice}") from None
         found = _get(answer, place, list)
@@ -3949,7 +3941,7 @@ class WebTools:
         if (fault or found is None) and not is_nothing:
             raise ToolError(f"{name} did not search: {_shown(fault or answer)}; {advice}")
         lines = []
-        for n, hit in enumerate((found or [])[:count], 1):
+        for n, hit in enumerate((found or [])[:MAX_HITS], 1):
             title, url, text, date = (one_line(_get(hit, key, str) or "", 500) for key in keys)
             parts = (f"{n}. {title}", url, f"{date} {text}".strip())
             lines.append("\n   ".join(filter(None, parts)))
@@ -3957,21 +3949,22 @@ class WebTools:
             return f"Nothing found: {query}"
         return from_web(f"{name}: {query}", "\n".join(lines))
 
-    def _ask_searxng(self, query, count, cancel):
+    def _ask_searxng(self, query, cancel):
         url = self._config.settings["SEARXNG_URL"]
         if is_strangers_host(url):
             raise ToolError("SEARXNG_URL is from ./.env, and that needs the person's trust")
         query = urllib.parse.urlencode({"q": query, "format": "json"})
         return self._http.json("GET", f"{url.value.rstrip('/')}/search?{query}", cancel=cancel)
 
-    def _ask_serpapi(self, query, count, cancel):
-        query = urllib.parse.urlencode({"engine": "google", "q": query, "num": count,
+    def _ask_serpapi(self, query, cancel):
+        query = urllib.parse.urlencode({"engine": "google", "q": query, "num": MAX_HITS,
                                         "api_key": self._config.get("SERPAPI_KEY")})
         return self._http.json("GET", f"{self._serpapi_url}/search.json?{query}", cancel=cancel)
 
-    def _ask_zhipu(self, query, count, cancel):
-        return self._post(choose_provider(self._config, "glm"), "/web_search", cancel, count=count,
-                          search_engine="search_std", search_query=query[:70])    # longer: refused
+    def _ask_zhipu(self, query, cancel):
+        return self._post(choose_provider(self._config, "glm"), "/web_search", cancel,
+                          search_engine="search_std", count=MAX_HITS,
+                          search_query=query[:70])        # longer ones are refused
 
     def _post(self, provider, path, cancel, **payload):
         """-> the answer of a provider of models."""
@@ -3998,7 +3991,7 @@ class WebTools:
         first = (_get(answer, "data", list) or [None])[0]
         data = base64.b64decode((_get(first, "b64_json", str) or "") + "==")
         if _get(first, "url", str):
-            data = self._in_time(cancel or Cancel(), self._get, first["url"], MAX_IMAGE_BYTES)[2]
+            data = self._in_time(cancel or Cancel(), self._fetch, first["url"], MAX_IMAGE_BYTES)[2]
         endings = [ending for start, ending in IMAGE_STARTS.items() if data.startswith(start)]
         if not endings:
             raise ToolError(f"no image came: {_shown(answer)}")
@@ -7566,20 +7559,8 @@ class App:
 
     def close(self) -> None:
         """Stop what still runs."""
-        self.shell.close()
-        self.mcp.close()
-        self.http.close()
-        self.web.close()
-        self.index.close()
-        self.store.close()
-
-
-def use_embedder(app: App):
-    """Return what EMBEDDING_PROVIDER asks for, or None, and then perhaps a notice."""
-    try:
-        return choose_embedder(app.config, app.http)
-    except ConfigError as e:             # the search by words goes on
-        app.notices.append(str(e))
+        for part in (self.shell, self.mcp, self.http, self.web, self.index, self.store):
+            part.close()
 
 
 def build(config: Config) -> App:
@@ -7607,7 +7588,12 @@ def build(config: Config) -> App:
                       app.accept)
     trust_env(app)
     rag = os.path.expanduser(config.get("PAICLI_RAG_DIR", os.path.join(config.home, "rag")))
-    app.index = CodeIndex(os.path.join(rag, "codebase.db"), config.cwd, use_embedder(app), app.mask)
+    embedder = None
+    try:
+        embedder = choose_embedder(app.config, app.http)
+    except ConfigError as e:             # the search by words goes on
+        app.notices.append(str(e))
+    app.index = CodeIndex(os.path.join(rag, "codebase.db"), config.cwd, embedder, app.mask)
     app.web = WebTools(app.config, app.http, app.undo.save_file)
     toolbox.add(tools_in(CodeTools(app.index)))
     toolbox.add(t._replace(has_reason=t.level > 1) for t in tools_in(app.web))
@@ -7664,7 +7650,7 @@ def draw_until_end(app: App, screen: Screen, cancel: Cancel) -> None:
 def run_line(app: App, screen: Screen, line: str, is_command: bool) -> int:
     """Run a command or a turn; return the exit code.  An error is a sentence."""
     cancel = app.cancel = Cancel()
-    is_turn = not is_command or bool(re.match(r"/(plan|team)\s+\S", line))
+    app.agent.stop_reason = ""           # stays so unless there is a turn; /plan TASK is one, too
 
     def work():
         try:
@@ -7675,19 +7661,19 @@ def run_line(app: App, screen: Screen, line: str, is_command: bool) -> int:
         job = Job("turn", work)
         draw_until_end(app, screen, cancel)
         error = job.error()
-    if isinstance(error, Cancelled):                      # of a turn, the stop event has told
-        if not is_turn:
+    reason = app.agent.stop_reason       # of a turn, the stop event has told already
+    if isinstance(error, Cancelled):
+        if not reason:
             screen.line(f"⏹️ cancelled {error}")
-        return 130 if not is_turn or app.agent.stop_reason == "cancelled" else 1
+        return 130 if reason in ("", "cancelled") else 1
     if error:
         bug = f"a bug in PaiCLI, please report it: {type(error).__name__}: "
         text = str(error) if isinstance(error, PaiError) else f"{bug}{error}"
         screen.handle({"type": "error", "text": app.mask(text)})
         return 1
-    if not is_turn:
+    if not reason:
         screen.answer(app.mask(job.wait()))
-        return 0
-    return 0 if app.agent.stop_reason == "done" else 1
+    return 0 if reason in ("", "done") else 1
 
 
 def repl(app: App, screen: Screen) -> int:
