@@ -874,7 +874,8 @@ def choose_provider(config: Config, choice: str = "") -> Provider:
         url, _, model = chosen.value.partition("#")
         why_not = _why_not(chosen)
         if not why_not:
-            return Provider(_host(url), url.rstrip("/"), model or "default", "", needs_key=False)
+            return Provider(_host(url), url.rstrip("/"), model or "default", "", needs_key=False,
+                            json_format="json_schema")
         notice = f"PAICLI_MODEL is not used: {why_not}"
         return choose_provider(config, "glm")._replace(notice=notice)
     name, _, model = chosen.value.partition(":")
@@ -1148,7 +1149,11 @@ class ChatModel:
                 self._read(answer, builder)
         except HttpError as e:
             if e.status or builder.finish in _BROKEN:     # else it is complete all the same
-                raise model_error(e, self.provider) from None
+                error = model_error(e, self.provider)
+                # Not each server takes a response_format; the prompt asks for JSON, too.
+                if e.status in (400, 422) and body.pop("response_format", None):
+                    error.is_temporary = True
+                raise error from None
         reply = builder.reply(prompt.decode("utf-8"))
         self._check(reply, body)
         self.on_trace("reply", {**assistant_message(reply), "finish_reason": reply.finish,

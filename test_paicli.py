@@ -1160,6 +1160,16 @@ class TestModel(Case):
         self.assertEqual({}, paicli.ask_json(agent, "x", ["y"], schema, paicli.Cancel()))
         self.assertIn("response_format", server.requests[-1]["body"])
 
+    def test_a_server_that_refuses_the_json_format_is_asked_without_it(self):
+        for status, code, n_asked in ((400, None, 2), (422, "1210", 2), (401, None, 1)):
+            server = self.server(refuses(status, {"error": {"message": "no response_format", "code": code}}), says('{"a": 1}'))
+            provider = self.choose(server.url + "#m")
+            model = paicli.ChatModel(self.http(), provider).in_json({"type": "object"})
+            with contextlib.suppress(paicli.ModelError):
+                self.assertEqual('{"a": 1}', model.reply([{"role": "user", "content": "JSON"}], [], lambda kind, text: None, FakeCancel()).text)
+            self.assertEqual(["json_schema", None][:n_asked], [r["body"].get("response_format", {}).get("type") for r in server.requests])
+        self.raises(paicli.ModelError, "no such field", self.ask, refuses(400, {"error": {"message": "no such field"}}), says("x"))
+
     def test_tokens_add_up(self):
         self.assertEqual(paicli.Usage(5, 7, 9, True), paicli.Usage(1, 2, 3).plus(paicli.Usage(4, 5, 6, True)))
         self.assertEqual((0, 1, 2), tuple(map(paicli.estimate_tokens, ("", "abcd", "你好"))))
