@@ -3236,21 +3236,24 @@ AGREE = "Run this plan? Enter: yes; n: no; e ID TEXT: another text for a step; e
 def read_json(text: str, schema: dict):
     """Return the JSON in a model's answer, bare, in ``` fences or in prose, if it fits the schema.
 
-    'Here it is: {"a": 1}' -> {"a": 1}.  Raises ToolError that says what is wrong.
+    'Here it is: {"a": 1}' -> {"a": 1}.  Of several the last, for what stands before it may be a
+    draft or a quotation.  Raises ToolError that says what is wrong.
     """
     decoder = json.JSONDecoder(strict=False, parse_constant=int)    # int() refuses NaN
-    text, end, wrong = text.strip(), 0, "there is no JSON in it"
+    text, end, found, wrong = text.strip(), 0, [], "there is no JSON in it"
     for start in [0, *(m.start() for m in re.finditer(r"[\[{]", text))][:500]:
         try:
             if start >= end:             # else it is a part of what did not fit
                 value, end = decoder.raw_decode(text, start)
-                return check_value(schema, map_strings(value, clean), "answer")
+                found.append(check_value(schema, map_strings(value, clean), "answer"))
         except ToolError as e:
             wrong = str(e)
         except (ValueError, RecursionError) as e:         # prose, NaN, very deep
             if getattr(e, "pos", 0) >= len(text) > 0 or str(e).startswith("Unterminated"):
                 raise ToolError("the JSON in it is cut off") from None      # a part is no answer
-    raise ToolError(wrong)
+    if not found:
+        raise ToolError(wrong)
+    return found[-1]
 
 
 def ask_json(agent: Agent, prompt: str, texts: list[str], schema: dict, cancel: Cancel,

@@ -2525,7 +2525,7 @@ class TestPlan(Case):
     def test_json_is_found_wherever_a_model_puts_it(self):
         schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
         for text in ('{"a": 1}', ' \n{"a": 1} ', 'Here:\n```json\n{"a": 1}\n```\nAs asked.', "```\n{\"a\": 1}\n```", 'It is {"a": 1}, I think {hm}.',
-                     'Not {"b": 2} nor [1] nor {x}, but {"a": "1"}', '<think>{a}</think>{"a": 1.0}'):
+                     'Not {"b": 2} nor [1] nor {x}, but {"a": "1"}', '<think>{a}</think>{"a": 1.0}', 'They say {"a": 2}. I say {"a": 1} [3].'):
             self.assertEqual({"a": 1}, paicli.read_json(text, schema), text)
         self.assertEqual([3], paicli.read_json("so: [3]", {"type": "array"}))
         self.assertEqual("x\ufffd", paicli.read_json('"x\\ud800"', {"type": "string"}))
