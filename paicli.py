@@ -3452,7 +3452,11 @@ class Planner:
             result = self.attempt(worker, self.step_text(step), cancel)
         except (ToolError, ModelError) as e:
             worker.on_event({"type": "notice", "text": f"{step.id} failed and tries again: {e}"})
-            result = self.attempt(worker, f"That failed: {e}\nTry once more, another way.", cancel)
+            again = f"That failed: {e}\nTry once more, another way."
+            if getattr(e, "code", "") == "overflow":      # what it has read is too long to be kept
+                worker.memory.clear()
+                again = f"{self.step_text(step)}\n\n{again}"
+            result = self.attempt(worker, again, cancel)
         return self._judge(worker, step, result, cancel)
 
 

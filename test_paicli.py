@@ -2626,6 +2626,13 @@ class TestPlan(Case):
         self.assertEqual("Nothing FAILED", self.planner.attempt(helper, "go", paicli.Cancel()))
         self.raises(paicli.ToolError, "No response", self.planner.attempt, helper, "go", paicli.Cancel())
 
+    def test_a_step_that_read_too_much_begins_anew(self):
+        cast = Cast([plan_of("a read")], {"a": [reply_of(call("look")), paicli.ModelError("too long", "overflow"), "read less"]})
+        self.assertTrue(self.turn(cast))
+        last = cast.sent[-2][1]
+        self.assertEqual(["system", "user"], [m["role"] for m in last])
+        self.assertRegex(last[1]["content"], "(?s)do a.*Build it.*That failed: too long")
+
     def test_what_failed_twice_is_planned_anew_and_what_is_done_stays(self):
         cast = Cast([DIAMOND, plan_of("e read a c", "d read e")], {"b": ["FAILED: no"], "c": ["C is 8."]})
         self.assertTrue(self.turn(cast))
