@@ -3409,7 +3409,10 @@ class Planner:
                 self.plan.steps[step.id] = step._replace(description=edit[2])
                 self._show(self.plan)
             else:
-                self._make_plan(cancel, self.plan.tree(), f"The person says to this plan: {word}")
+                try:
+                    self._make_plan(cancel, self.plan.tree(), f"The person says to it: {word}")
+                except ModelError as e:                   # this plan is still there
+                    self.agent.on_event({"type": "notice", "text": str(e)})
 
     def _replan(self, cancel):
         """Keep what is done, and have the rest planned anew; if that fails, the plan goes on."""

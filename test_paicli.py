@@ -2679,6 +2679,11 @@ class TestPlan(Case):
         self.assertRegex(cast.texts("b")[0], "^look twice")
         self.assertEqual(["do a", "do b", "look twice"], [e["steps"][0]["description"] for e in self.events if e["type"] == "plan"])
 
+    def test_a_remark_that_leads_to_no_plan_leaves_the_one_before(self):
+        self.assertTrue(self.turn(Cast([plan_of("a read"), "Sorry."]), ["use gradle\n", "y\n"]))
+        self.assertEqual(({"a": "done"}, 2), (self.states(), len(self.questions)))
+        self.assertIn("no JSON", "".join(e["text"] for e in self.events if e["type"] == "notice"))
+
     def test_a_plan_ends_when_the_tokens_of_the_turn_are_used_up(self):
         cast = Cast([DIAMOND])
         agent = paicli.Agent(cast, paicli.Toolbox(allow), paicli.ListMemory(), lambda event: None, token_budget=20)
