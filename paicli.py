@@ -3354,7 +3354,8 @@ class Planner:
         try:
             while self.plan.ready() and not self.agent.is_over_budget():
                 self._run_wave(self.plan.ready(), cancel)
-                if self.plan.having("failed") and n_replans < MAX_REPLANS:
+                if (self.plan.having("failed") and n_replans < MAX_REPLANS
+                        and not self.agent.is_over_budget()):
                     n_replans += 1
                     self._replan(cancel)
         finally:
@@ -3365,6 +3366,11 @@ class Planner:
 
     def attempt(self, worker: Agent, text: str, cancel: Cancel) -> str:
         """Return a helper's answer.  Raises ToolError if it is none, or one that begins FAILED."""
+        if self.agent.is_over_budget():
+            raise ToolError("the tokens of this turn are used up (PAICLI_TOKEN_BUDGET)")
+        if self.agent.token_budget:      # its share of what is left
+            left = self.agent.token_budget - self.agent.usage.input - self.agent.usage.output
+            worker.token_budget = max(1, left // max(1, len(self.plan.having("running"))))
         try:
             answer = worker.run(text, cancel)
         finally:
@@ -3432,12 +3438,13 @@ class Planner:
         calls = {s.id: ToolCall(f"step_{random.getrandbits(48):x}", "run_step", json.dumps(
             {"id": s.id, "description": s.description, "kind": s.kind})) for s in wave}
         self.agent.memory.add(assistant_message(Reply(self.plan.tree(), "", [*calls.values()])))
+        for step in wave:
+            self._move(step, "running")
         run_parallel("step", [functools.partial(self._run_step, s, calls[s.id], cancel)
                               for s in wave])
         cancel.check()
 
     def _run_step(self, step, call, cancel):
-        self._move(step, "running")
         try:
             state, result = self._work(step, cancel)
         except PaiError as e:

@@ -2692,6 +2692,17 @@ class TestPlan(Case):
         self.assertEqual(["plan", "a", "answer"], [who for who, _ in cast.sent])
         self.assertEqual(["skipped"] * 3, [s.state for s in planner.plan.steps.values() if s.id != "a"])
 
+    def test_steps_share_what_is_left_of_the_tokens(self):
+        look = lambda messages, cancel: reply_of(call("look", {"n": len(messages)}))
+        cast = Cast([plan_of("a read", "b read")], {"a": [look], "b": [look]})
+        box = paicli.Toolbox(allow)
+        box.add([paicli.Tool("look", "", {"type": "object", "properties": {}}, lambda a, c: json.dumps(a))])
+        agent = paicli.Agent(cast, box, paicli.ListMemory(), lambda event: None, token_budget=11 + 2 * 45)
+        self.turned = agent.run("Build it.", None, lambda cancel: paicli.Planner(agent, lambda question, cancel: None).run(cancel))
+        self.assertLessEqual(agent.usage.input + agent.usage.output, agent.token_budget + 2 * 15 + 11)
+        self.assertEqual(1, len(cast.texts("plan")))
+        self.assertIn("(PAICLI_TOKEN_BUDGET)", "".join(m["content"] for m in agent.memory.messages() if m["role"] == "tool"))
+
     def test_cancel_stops_all_steps(self):
         cancel, both = paicli.Cancel(), threading.Barrier(2)
         def wait(messages, cancel):
