@@ -2560,8 +2560,9 @@ class Approver:
         decision, why = self._unasked(tool, arguments)
         if decision:
             return decision
-        with self._lock:
-            return self._asked(tool, arguments, reason, why, cancel)
+        with self._lock:                 # "always" may have been said while this call waited
+            decision, why = self._unasked(tool, arguments)
+            return decision or self._asked(tool, arguments, reason, why, cancel)
 
     def _unasked(self, tool, arguments):
         """-> (the Decision that needs nobody, "") or (None, why a rule wants the person asked)."""

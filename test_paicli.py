@@ -1981,6 +1981,19 @@ class TestApproval(Case):
         self.assertEqual("deny", self.decided(approver, {"url": "https://y.org/a"}, fetch).kind)
         self.assertEqual(["write_file in the workspace", "web_fetch x.org"], approver.grants)
 
+    def test_always_covers_a_call_that_waits_for_its_question(self):
+        approver = self.approver(1)
+        asks, said = threading.Event(), threading.Event()
+        approver._ask = lambda question, cancel: self.asked.append(question) or asks.set() or said.wait(30) and "a"
+        one, two = ({"path": name, "content": "x"} for name in ("one.txt", "two.txt"))
+        first = paicli.Job("first", self.decided, approver, one, self.tool("write_file", 2))
+        asks.wait(30)
+        second = paicli.Job("second", self.decided, approver, two, self.tool("write_file", 2))
+        self.raises(TimeoutError, "running", second.wait, None, 0.05)
+        said.set()
+        self.assertEqual(["person", "always"], [first.wait().by, second.wait().by])
+        self.assertEqual(1, len(self.asked))
+
     def test_a_write_is_shown_as_a_diff(self):
         self.write("a.txt", "".join(f"line {n}\n" for n in range(100)))
         for answers, n_lines in ((["n"], 19), (["d", "n"], 205)):
