@@ -3833,7 +3833,8 @@ def html_to_markdown(page: str, url: str, cancel: Cancel | None = None) -> tuple
 
 def from_web(source: str, text: str) -> str:
     """Return a stranger's words between marks that they can't contain themselves."""
-    source, text = (re.sub(r"(?i)<(?=\s*/?\s*web\b)", "‹", t) for t in (source, text))
+    mark = r"(?i)[<＜](?=[^\w<>]{0,9}w\W{0,2}e\W{0,2}b\b)"          # what can't be seen may be in it
+    source, text = (re.sub(mark, "‹", t) for t in (source, text))
     return f"<web from={json.dumps(source, ensure_ascii=False)}>\n{text}\n</web>"
 
 
@@ -3922,14 +3923,15 @@ class WebTools:
         if headers.get("Content-Encoding", "identity").lower() != "identity":
             raise ToolError(f"{url} comes compressed, though nobody asked for that")
         content_type = headers.get("Content-Type") or ""
-        kind = content_type.partition(";")[0].strip().lower()
+        kind = re.match(r"\s*([\w.+/-]{,50})", content_type)[1].lower()
         text, is_cut = decode_page(data, content_type), len(data) == MAX_PAGE_BYTES
         if "html" in kind or not kind and re.match(r"(?i)\s*<(!doctype )?html", text):
             return (url, *html_to_markdown(text, url, cancel), is_cut)
         is_text = re.search("^$|^text/|json|xml|script|yaml|octet-stream", kind)
         if not is_text or "\0" in text[:8000] or text.startswith("%PDF-"):
             name = "PDF" if text.startswith("%PDF-") else kind or "binary"
-            raise ToolError(f"{url} is no text: {name}, {'over ' * is_cut}{len(data)} bytes")
+            size = f"{'over ' * is_cut}{len(data)} bytes"
+            raise ToolError(f"{one_line(url)} is no text: {name}, {size}")
         return url, "", text, is_cut
 
     @tool(2)
@@ -3939,7 +3941,10 @@ class WebTools:
         url: http:// or https://
         start: where to go on, if an earlier result said that there is more
         """
-        url, title, text, is_cut = self._in_time(cancel or Cancel(), self._read, url)
+        try:
+            url, title, text, is_cut = self._in_time(cancel or Cancel(), self._read, url)
+        except HttpError as e:           # a stranger's words, too
+            raise ToolError(from_web(url, str(e))) from None
         part, end = text[max(0, start):][:MAX_PAGE_CHARS], max(0, start) + MAX_PAGE_CHARS
         notes = [f"{len(text) - end} more characters: start={end}"] * (len(text) > end)
         notes += [f"The page has over {MAX_PAGE_BYTES >> 20} MB, the rest was not read."] * is_cut
