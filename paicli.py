@@ -2538,7 +2538,8 @@ def grant_key(tool: Tool, arguments: dict) -> str:
     Anything shorter than the exact command would let `git status` cover `git status; rm -r x`.
     """
     if tool.level == 2 and "url" in arguments:
-        return f"{tool.name} {urllib.parse.urlsplit(arguments['url']).hostname}"
+        with contextlib.suppress(ValueError):             # what is no URL, the tool will refuse
+            return f"{tool.name} {urllib.parse.urlsplit(str(arguments['url'])).hostname}"
     if tool.name in WRITERS:
         return tool.name + " in the workspace"
     return f"{tool.name} {json.dumps(arguments, ensure_ascii=False)}"

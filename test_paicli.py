@@ -1980,6 +1980,7 @@ class TestApproval(Case):
             self.assertEqual("allow", self.decided(approver, {"url": url}, fetch).kind)
         self.assertEqual("deny", self.decided(approver, {"url": "https://y.org/a"}, fetch).kind)
         self.assertEqual(["write_file in the workspace", "web_fetch x.org"], approver.grants)
+        self.assertEqual('web_fetch {"url": "http://[::1"}', paicli.grant_key(fetch, {"url": "http://[::1"}))
 
     def test_always_covers_a_call_that_waits_for_its_question(self):
         approver = self.approver(1)
