@@ -7480,7 +7480,7 @@ class Screen:
     def _on_stop(self, event):
         is_shown = self._streams and event["reason"] == "done"
         if event["reason"] in ("cancelled", "time"):
-            self.line("⏹️ " + event["text"].strip("()"))
+            self.line("⏹️ " + event["text"][1:-1])        # without the brackets
         elif event["reason"] != "error" and not is_shown:
             self.answer(self.label + event["text"])
         usage, self._usage = self._usage, None

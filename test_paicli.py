@@ -5597,6 +5597,11 @@ class TestTerminal(Case):
         for text, shown in (("He", "He"), ("llo *", "llo "), ("*you", "<**><you>"), ("**, x", "<**>, x"), (" 2", " 2"), ("\n#", "\n"), (" H\n", "<#>< H>\n")):
             self.assertEqual(shown, markdown.feed(text))
 
+    def test_the_screen_says_why_a_turn_was_stopped(self):
+        for reason, why in (("cancelled", "by you"), ("time", "after 2 s, the limit (PAICLI_TURN_TIMEOUT_S)")):
+            self.screen().handle({"type": "stop", "reason": reason, "text": f"(Turn stopped: {why})"})
+            self.assertEqual(f"⏹️ Turn stopped: {why}\n", self.err.getvalue())
+
     def test_the_screen_shows_one_line_for_a_call(self):
         screen = self.screen()
         screen.handle({"type": "turn", "text": "x"})
