@@ -3395,7 +3395,7 @@ class Planner:
                                        s.get("depends_on", [])) for s in value["steps"])])
         self.agent.on_event({"type": "wait", "text": "📋 Planning..."})
         self._texts += texts
-        prompt = f"{self.agent.system}{self.agent.known}\n\n{PLAN_PROMPT}"
+        prompt = f"{self.agent.system_text()}\n\n{PLAN_PROMPT}"
         self._show(ask_json(self.agent, prompt, self._texts, PLAN_SCHEMA, cancel, check=check))
 
     def _show(self, plan):

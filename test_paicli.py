@@ -2744,6 +2744,9 @@ class TestPlan(Case):
         cast.scripts["plan"] = [plan_of("b read")]
         self.agent.run("Go on.", None, lambda cancel: paicli.Planner(self.agent, self.ask).run(cancel))
         self.assertRegex(cast.texts("plan")[1], "(?s)Build it.*run_step.*a is done.*Task: Go on.")
+        self.memory.background = lambda: "\n\nSummary: we use gradle."
+        self.agent.run("Go on.", None, lambda cancel: paicli.Planner(self.agent, self.ask).run(cancel))
+        self.assertIn("we use gradle", [sent for who, sent in cast.sent if who == "plan"][-1][0]["content"])
 
     def test_the_results_a_kill_leaves_are_known_to_the_next_run(self):
         """kill -9 while the second wave runs; -c sees what was done, and what may have been."""
