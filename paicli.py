@@ -3217,7 +3217,8 @@ PLAN_SCHEMA = {"type": "object", "required": ["steps"], "properties": {"steps": 
             "id": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,20}$"},
             "description": {"type": "string", "minLength": 1},
             "kind": {"enum": list(LEVELS.values())},
-            "depends_on": {"type": "array", "items": {"type": "string"}}}}}}}
+            "depends_on": {"type": "array", "maxItems": MAX_STEPS,
+                           "items": {"type": "string", "maxLength": 20}}}}}}}
 PLAN_PROMPT = f"""Don't work on the task yet: plan it. Others will do the steps; each sees only the
 task, the plan and the results of the steps it depends on.
 - As few steps as make sense, at most {MAX_STEPS}; a simple task is one step.
@@ -3300,7 +3301,8 @@ class Plan:
                 before = [self.waves[d] for d in self.steps[id_].depends_on]
                 self.waves[id_] = 1 + max(before, default=0)
         except KeyError as e:
-            raise ToolError(f"depends_on names {e}, which is no step") from None
+            raise ToolError(f"depends_on names {e}, which is no step; the ids are "
+                            f"{', '.join(self.steps)}") from None
         except graphlib.CycleError as e:
             raise ToolError(f"these wait for each other: {' -> '.join(e.args[1])}") from None
 

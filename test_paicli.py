@@ -2669,7 +2669,8 @@ class TestPlan(Case):
 
     def test_a_plan_that_can_not_be_used_is_repaired_or_refused(self):
         good = plan_of("a read", "b write a")
-        for bad, wrong in (("I would read it first.", "no JSON"), (plan_of("a read b", "b read a"), "wait for each other"), (plan_of("a read x"), "'x', which is no step"),
+        for bad, wrong in (("I would read it first.", "no JSON"), (plan_of("a read b", "b read a"), "wait for each other"), (plan_of("a read x"), "'x', which is no step; the ids are a"), (plan_of("a read " + 13 * "b "), "depends_on: its maxItems is 12"),
+                           (plan_of("a read " + 21 * "b"), "depends_on.0.: its maxLength is 20"),
                            (plan_of("a read", "a read"), "same id"), (plan_of(*(f"s{n} read" for n in range(13))), "maxItems is 12"), ('{"steps": []}', "minItems is 1"),
                            (plan_of("a fly"), "kind should be one of"), (good[:-20], "cut off"), (plan_of("a\x1b[2J read"), "answer.steps.0..id should match"),
                            (plan_of("a read", description=""), "minLength")):
