@@ -1151,7 +1151,7 @@ class ChatModel:
             if e.status or builder.finish in _BROKEN:     # else it is complete all the same
                 error = model_error(e, self.provider)
                 # Not each server takes a response_format; the prompt asks for JSON, too.
-                if e.status in (400, 422) and body.pop("response_format", None):
+                if e.status in (400, 422, 500) and body.pop("response_format", None):
                     error.is_temporary = True
                 raise error from None
         reply = builder.reply(prompt.decode("utf-8"))

@@ -1161,7 +1161,7 @@ class TestModel(Case):
         self.assertIn("response_format", server.requests[-1]["body"])
 
     def test_a_server_that_refuses_the_json_format_is_asked_without_it(self):
-        for status, code, n_asked in ((400, None, 2), (422, "1210", 2), (401, None, 1)):
+        for status, code, n_asked in ((400, None, 2), (422, "1210", 2), (500, None, 2), (401, None, 1)):
             server = self.server(refuses(status, {"error": {"message": "no response_format", "code": code}}), says('{"a": 1}'))
             provider = self.choose(server.url + "#m")
             model = paicli.ChatModel(self.http(), provider).in_json({"type": "object"})
