@@ -874,7 +874,8 @@ def choose_provider(config: Config, choice: str = "") -> Provider:
         url, _, model = chosen.value.partition("#")
         why_not = _why_not(chosen)
         if not why_not:
-            return Provider(_host(url), url.rstrip("/"), model or "default", "", needs_key=False)
+            return Provider(_host(url), url.rstrip("/"), model or "default", "", needs_key=False,
+                            json_format="json_schema")
         notice = f"PAICLI_MODEL is not used: {why_not}"
         return choose_provider(config, "glm")._replace(notice=notice)
     name, _, model = chosen.value.partition(":")
@@ -1148,7 +1149,11 @@ class ChatModel:
                 self._read(answer, builder)
         except HttpError as e:
             if e.status or builder.finish in _BROKEN:     # else it is complete all the same
-                raise model_error(e, self.provider) from None
+                error = model_error(e, self.provider)
+                # Not each server takes a response_format; the prompt asks for JSON, too.
+                if e.status in (400, 422, 500) and body.pop("response_format", None):
+                    error.is_temporary = True
+                raise error from None
         reply = builder.reply(prompt.decode("utf-8"))
         self._check(reply, body)
         self.on_trace("reply", {**assistant_message(reply), "finish_reason": reply.finish,
@@ -2533,7 +2538,8 @@ def grant_key(tool: Tool, arguments: dict) -> str:
     Anything shorter than the exact command would let `git status` cover `git status; rm -r x`.
     """
     if tool.level == 2 and "url" in arguments:
-        return f"{tool.name} {urllib.parse.urlsplit(arguments['url']).hostname}"
+        with contextlib.suppress(ValueError):             # what is no URL, the tool will refuse
+            return f"{tool.name} {urllib.parse.urlsplit(str(arguments['url'])).hostname}"
     if tool.name in WRITERS:
         return tool.name + " in the workspace"
     return f"{tool.name} {json.dumps(arguments, ensure_ascii=False)}"
@@ -2555,8 +2561,9 @@ class Approver:
         decision, why = self._unasked(tool, arguments)
         if decision:
             return decision
-        with self._lock:
-            return self._asked(tool, arguments, reason, why, cancel)
+        with self._lock:                 # "always" may have been said while this call waited
+            decision, why = self._unasked(tool, arguments)
+            return decision or self._asked(tool, arguments, reason, why, cancel)
 
     def _unasked(self, tool, arguments):
         """-> (the Decision that needs nobody, "") or (None, why a rule wants the person asked)."""
@@ -3210,7 +3217,8 @@ PLAN_SCHEMA = {"type": "object", "required": ["steps"], "properties": {"steps": 
             "id": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,20}$"},
             "description": {"type": "string", "minLength": 1},
             "kind": {"enum": list(LEVELS.values())},
-            "depends_on": {"type": "array", "items": {"type": "string"}}}}}}}
+            "depends_on": {"type": "array", "maxItems": MAX_STEPS,
+                           "items": {"type": "string", "maxLength": 20}}}}}}}
 PLAN_PROMPT = f"""Don't work on the task yet: plan it. Others will do the steps; each sees only the
 task, the plan and the results of the steps it depends on.
 - As few steps as make sense, at most {MAX_STEPS}; a simple task is one step.
@@ -3231,21 +3239,24 @@ AGREE = "Run this plan? Enter: yes; n: no; e ID TEXT: another text for a step; e
 def read_json(text: str, schema: dict):
     """Return the JSON in a model's answer, bare, in ``` fences or in prose, if it fits the schema.
 
-    'Here it is: {"a": 1}' -> {"a": 1}.  Raises ToolError that says what is wrong.
+    'Here it is: {"a": 1}' -> {"a": 1}.  Of several the last, for what stands before it may be a
+    draft or a quotation.  Raises ToolError that says what is wrong.
     """
     decoder = json.JSONDecoder(strict=False, parse_constant=int)    # int() refuses NaN
-    text, end, wrong = text.strip(), 0, "there is no JSON in it"
+    text, end, found, wrong = text.strip(), 0, [], "there is no JSON in it"
     for start in [0, *(m.start() for m in re.finditer(r"[\[{]", text))][:500]:
         try:
             if start >= end:             # else it is a part of what did not fit
                 value, end = decoder.raw_decode(text, start)
-                return check_value(schema, map_strings(value, clean), "answer")
+                found.append(check_value(schema, map_strings(value, clean), "answer"))
         except ToolError as e:
             wrong = str(e)
         except (ValueError, RecursionError) as e:         # prose, NaN, very deep
             if getattr(e, "pos", 0) >= len(text) > 0 or str(e).startswith("Unterminated"):
                 raise ToolError("the JSON in it is cut off") from None      # a part is no answer
-    raise ToolError(wrong)
+    if not found:
+        raise ToolError(wrong)
+    return found[-1]
 
 
 def ask_json(agent: Agent, prompt: str, texts: list[str], schema: dict, cancel: Cancel,
@@ -3290,7 +3301,8 @@ class Plan:
                 before = [self.waves[d] for d in self.steps[id_].depends_on]
                 self.waves[id_] = 1 + max(before, default=0)
         except KeyError as e:
-            raise ToolError(f"depends_on names {e}, which is no step") from None
+            raise ToolError(f"depends_on names {e}, which is no step; the ids are "
+                            f"{', '.join(self.steps)}") from None
         except graphlib.CycleError as e:
             raise ToolError(f"these wait for each other: {' -> '.join(e.args[1])}") from None
 
@@ -3346,7 +3358,8 @@ class Planner:
         try:
             while self.plan.ready() and not self.agent.is_over_budget():
                 self._run_wave(self.plan.ready(), cancel)
-                if self.plan.having("failed") and n_replans < MAX_REPLANS:
+                if (self.plan.having("failed") and n_replans < MAX_REPLANS
+                        and not self.agent.is_over_budget()):
                     n_replans += 1
                     self._replan(cancel)
         finally:
@@ -3357,6 +3370,11 @@ class Planner:
 
     def attempt(self, worker: Agent, text: str, cancel: Cancel) -> str:
         """Return a helper's answer.  Raises ToolError if it is none, or one that begins FAILED."""
+        if self.agent.is_over_budget():
+            raise ToolError("the tokens of this turn are used up (PAICLI_TOKEN_BUDGET)")
+        if self.agent.token_budget:      # its share of what is left
+            left = self.agent.token_budget - self.agent.usage.input - self.agent.usage.output
+            worker.token_budget = max(1, left // max(1, len(self.plan.having("running"))))
         try:
             answer = worker.run(text, cancel)
         finally:
@@ -3379,7 +3397,7 @@ class Planner:
                                        s.get("depends_on", [])) for s in value["steps"])])
         self.agent.on_event({"type": "wait", "text": "📋 Planning..."})
         self._texts += texts
-        prompt = f"{self.agent.system}{self.agent.known}\n\n{PLAN_PROMPT}"
+        prompt = f"{self.agent.system_text()}\n\n{PLAN_PROMPT}"
         self._show(ask_json(self.agent, prompt, self._texts, PLAN_SCHEMA, cancel, check=check))
 
     def _show(self, plan):
@@ -3401,7 +3419,10 @@ class Planner:
                 self.plan.steps[step.id] = step._replace(description=edit[2])
                 self._show(self.plan)
             else:
-                self._make_plan(cancel, self.plan.tree(), f"The person says to this plan: {word}")
+                try:
+                    self._make_plan(cancel, self.plan.tree(), f"The person says to it: {word}")
+                except ModelError as e:                   # this plan is still there
+                    self.agent.on_event({"type": "notice", "text": str(e)})
 
     def _replan(self, cancel):
         """Keep what is done, and have the rest planned anew; if that fails, the plan goes on."""
@@ -3421,12 +3442,13 @@ class Planner:
         calls = {s.id: ToolCall(f"step_{random.getrandbits(48):x}", "run_step", json.dumps(
             {"id": s.id, "description": s.description, "kind": s.kind})) for s in wave}
         self.agent.memory.add(assistant_message(Reply(self.plan.tree(), "", [*calls.values()])))
+        for step in wave:
+            self._move(step, "running")
         run_parallel("step", [functools.partial(self._run_step, s, calls[s.id], cancel)
                               for s in wave])
         cancel.check()
 
     def _run_step(self, step, call, cancel):
-        self._move(step, "running")
         try:
             state, result = self._work(step, cancel)
         except PaiError as e:
@@ -3444,7 +3466,11 @@ class Planner:
             result = self.attempt(worker, self.step_text(step), cancel)
         except (ToolError, ModelError) as e:
             worker.on_event({"type": "notice", "text": f"{step.id} failed and tries again: {e}"})
-            result = self.attempt(worker, f"That failed: {e}\nTry once more, another way.", cancel)
+            again = f"That failed: {e}\nTry once more, another way."
+            if getattr(e, "code", "") == "overflow":      # what it has read is too long to be kept
+                worker.memory.clear()
+                again = f"{self.step_text(step)}\n\n{again}"
+            result = self.attempt(worker, again, cancel)
         return self._judge(worker, step, result, cancel)
 
 
@@ -3806,7 +3832,8 @@ def html_to_markdown(page: str, url: str) -> tuple[str, str]:
 
 def from_web(source: str, text: str) -> str:
     """Return a stranger's words between marks that they can't contain themselves."""
-    source, text = (re.sub(r"(?i)<(?=\s*/?\s*web\b)", "‹", t) for t in (source, text))
+    mark = r"(?i)[<＜](?=[^\w<>]{0,9}w\W{0,2}e\W{0,2}b\b)"          # what can't be seen may be in it
+    source, text = (re.sub(mark, "‹", t) for t in (source, text))
     return f"<web from={json.dumps(source, ensure_ascii=False)}>\n{text}\n</web>"
 
 
@@ -3893,12 +3920,13 @@ class WebTools:
         """-> (URL, title, text, whether it is cut off)."""
         url, headers, data = self._fetch(url, MAX_PAGE_BYTES, cancel)
         content_type = headers.get("Content-Type") or ""
-        kind = content_type.partition(";")[0].strip().lower()
+        kind = re.match(r"\s*([\w.+/-]{,50})", content_type)[1].lower()
         text, is_cut = decode_page(data, content_type), len(data) == MAX_PAGE_BYTES
         is_text = re.search("^$|^text/|html|json|xml|script|yaml|octet-stream", kind)
         if not is_text or text.startswith("%PDF-") or "\0" in text[:8000]:
             name = "PDF" if text.startswith("%PDF-") else kind or "binary"
-            raise ToolError(f"{url} is no text: {name}, {'over ' * is_cut}{len(data)} bytes")
+            size = f"{'over ' * is_cut}{len(data)} bytes"
+            raise ToolError(f"{one_line(url)} is no text: {name}, {size}")
         if "html" in kind or not kind and re.match(r"(?i)\s*<(!doctype )?html", text):
             return (url, *html_to_markdown(text, url), is_cut)
         return url, "", text, is_cut
@@ -3910,7 +3938,10 @@ class WebTools:
         url: http:// or https://
         start: where to go on, if an earlier result said that there is more
         """
-        url, title, text, is_cut = self._in_time(cancel or Cancel(), self._read, url)
+        try:
+            url, title, text, is_cut = self._in_time(cancel or Cancel(), self._read, url)
+        except HttpError as e:           # a stranger's words, too
+            raise ToolError(from_web(url, str(e))) from None
         part, end = text[max(0, start):][:MAX_PAGE_CHARS], max(0, start) + MAX_PAGE_CHARS
         notes = [f"{len(text) - end} more characters: start={end}"] * (len(text) > end)
         notes += [f"The page has over {MAX_PAGE_BYTES >> 20} MB, the rest was not read."] * is_cut
@@ -7391,7 +7422,7 @@ class Screen:
     def _on_stop(self, event):
         is_shown = self._streams and event["reason"] == "done"
         if event["reason"] in ("cancelled", "time"):
-            self.line("⏹️ " + event["text"].strip("()"))
+            self.line("⏹️ " + event["text"][1:-1])        # without the brackets
         elif event["reason"] != "error" and not is_shown:
             self.answer(self.label + event["text"])
         usage, self._usage = self._usage, None
