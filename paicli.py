@@ -6145,6 +6145,7 @@ class McpConnection:
         self.transport, self.is_http = transport, isinstance(transport, HttpTransport)
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.peer, self.version, self.capabilities = None, "", {}
+        self.instructions = ""           # what the server says of its tools as a whole
         kinds = {"elicitation/create": ("elicitation", {"form": {}, "url": {}}),
                  "sampling/createMessage": ("sampling", {}), "roots/list": ("roots", {})}
         self._abilities = dict(kinds[method] for method in handlers or ())
@@ -6239,7 +6240,7 @@ class McpConnection:
             self.version = LEGACY[-1]
             return False
         self.peer.on_request = None      # a response may not be sent
-        self.capabilities = _get(found, "capabilities", dict) or {}
+        self._note(found)
         return True
 
     def _initialize(self, cancel):
@@ -6251,10 +6252,14 @@ class McpConnection:
             raise McpError(f"the server speaks version {found.get('protocolVersion')!r}, which is "
                            "not known here")
         self.version = self.transport.version = found["protocolVersion"]
-        self.capabilities = _get(found, "capabilities", dict) or {}
+        self._note(found)
         self.peer.notify("notifications/initialized")
         if self.is_http:
             Job("mcp-listen", self.transport.listen)
+
+    def _note(self, found):
+        self.capabilities = _get(found, "capabilities", dict) or {}
+        self.instructions = _get(found, "instructions", str) or ""
 
     def _serve(self, method, params):
         return self.handlers.get(method, functools.partial(refuse_request, method))(params)
@@ -6701,6 +6706,12 @@ class McpServers:
             server.refresh(cancel)
         return [t for server in self.servers.values() for t in server.tools]
 
+    def instructions(self) -> str:
+        """Return what the servers that are ready say of their tools, for the system message."""
+        said = ((s.name, s.client.instructions) for s in self.servers.values() if s.tools)
+        return "".join(f"\n\nThe MCP server {name} says of its tools:\n{clip(text, 2000)}"
+                       for name, text in said if text)
+
     def find(self, name: str) -> McpServer:
         """Return a server.  Raises ConfigError that names those that look alike."""
         if name not in self.servers:
@@ -7056,7 +7067,8 @@ def refresh_tools(app, cancel: Cancel) -> None:
         toolbox.remove(t.name for t in app.mcp_tools)
         toolbox.add(tools)
         app.mcp_tools = tools
-        app.agent.system = system_prompt(app.config.cwd, toolbox.tools, app.project_notes)
+    app.agent.system = system_prompt(app.config.cwd, toolbox.tools,
+                                     app.project_notes) + app.mcp.instructions()
 
 
 def save_content(home: str, data: bytes, mime: str) -> str:

@@ -4806,7 +4806,7 @@ def fake_mcp(era, m):
             if "result" in m else []
     if is_modern and era not in ("modern", "dual"):
         return {"mute": [], "fragile": None}.get(era, [{"jsonrpc": "2.0", "id": id_, "error": {"code": -32601, "message": "no method"}}])
-    about = {"capabilities": {"tools": {}, "resources": {}, "prompts": {}}, "serverInfo": {"name": "fake"}}
+    about = {"capabilities": {"tools": {}, "resources": {}, "prompts": {}}, "serverInfo": {"name": "fake"}, "instructions": "Echo first."}
     schema = {"type": "object", "properties": {"text": {"type": "string"}}}
     page = "" if "cursor" not in params else "2"
     table = {
@@ -5113,6 +5113,7 @@ class TestMcp(Case):
         self.assertEqual("again", run("echo", text="again"))
         self.raises(paicli.McpError, "ends here", run, "die")
         self.raises(paicli.McpError, "started again soon", run, "echo", text="at once")
+        self.assertEqual("\n\nThe MCP server a says of its tools:\nEcho first.", servers.instructions())
         self.assertRegex(servers.disable("a"), "○ a +disabled")
         self.raises(paicli.McpError, r"server a is not ready \(disabled\)$", run, "echo", text="x")
         self.assertEqual([], servers.tools(0, paicli.Cancel()))
@@ -5475,7 +5476,7 @@ class TestCommands(Case):
         self.assertIn("memo of memo://1", model.sent[0][-1]["content"])
         self.assertIn("greet Ann", model.sent[0][-1]["content"])
         self.assertEqual("over there", model.sent[1][-1]["content"])
-        self.assertIn("mcp__fake__echo", model.sent[0][0]["content"])
+        self.assertRegex(model.sent[0][0]["content"], "(?s)mcp__fake__echo.*The MCP server fake says of its tools:\nEcho first.")
         paicli.manage_servers(app, "disable fake")
         paicli.refresh_tools(app, paicli.Cancel())
         self.assertNotIn("mcp__fake__echo", app.agent.toolbox.tools)
