@@ -3308,7 +3308,8 @@ class Plan:
 
     def tree(self) -> str:
         """Return the plan for people and models: a line a step, indented by its wave."""
-        lines = [f"Plan: {len(self.steps)} steps in {max(self.waves.values())} waves"]
+        n, n_waves = len(self.steps), max(self.waves.values())
+        lines = [f"Plan: {n} step{'s' * (n > 1)} in {n_waves} wave{'s' * (n_waves > 1)}"]
         for s in sorted(self.steps.values(), key=lambda s: self.waves[s.id]):
             after = f" (after {', '.join(s.depends_on)})" if s.depends_on else ""
             indent = "  " * (self.waves[s.id] - 1) + "└ " * bool(s.depends_on)

@@ -56,7 +56,7 @@ import paicli
 
 HERE = pathlib.Path(__file__).resolve().parent
 PATH = HERE / "paicli.py"
-MAX_LINES = 7900                         # meant to stay under 4500: see the README, Limits
+MAX_LINES = 7823                         # meant to stay under 4500: see the README, Limits
 POSIX = os.name == "posix"
 
 
