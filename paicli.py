@@ -5439,6 +5439,7 @@ class CodeTools:
 
 MAX_RENEWALS = 10                        # a request that reports progress may take so many times
 #                                          as long as one that is silent
+MAX_SERVED = 100                         # of the other side's requests at once; more are dropped
 
 
 def refuse_request(method: str, params: dict) -> dict:
@@ -5532,7 +5533,7 @@ class Peer:
                 if waiting:              # that request is still worked on
                     waiting.put(None)
                 self.on_notification(method, params)
-            elif method and self.on_request:
+            elif method and self.on_request and len(self._served) < MAX_SERVED:
                 self._served.append(m)   # it may ask a person, and the next message is coming
                 Job("rpc", self._serve, m)
 
