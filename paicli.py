@@ -5439,6 +5439,7 @@ class CodeTools:
 
 MAX_RENEWALS = 10                        # a request that reports progress may take so many times
 #                                          as long as one that is silent
+MAX_SERVED = 100                         # of the other side's requests at once; more are dropped
 
 
 def refuse_request(method: str, params: dict) -> dict:
@@ -5532,7 +5533,7 @@ class Peer:
                 if waiting:              # that request is still worked on
                     waiting.put(None)
                 self.on_notification(method, params)
-            elif method and self.on_request:
+            elif method and self.on_request and len(self._served) < MAX_SERVED:
                 self._served.append(m)   # it may ask a person, and the next message is coming
                 Job("rpc", self._serve, m)
 
@@ -5727,7 +5728,11 @@ class HttpTransport:
             self._tell("POST", message)
 
     def _tell(self, method, message):
-        """Send what needs no answer; only the head of one is waited for."""
+        """Send what needs no answer; a server that drips one is left behind."""
+        with contextlib.suppress(TimeoutError):
+            Job("mcp-http", self._post, method, message).wait(None, NOTICE_WAIT_S)
+
+    def _post(self, method, message):
         body = json_bytes(message) if message else None
         with self.http.open(method, self.url, body, self._headers(message), None, NOTICE_WAIT_S):
             pass
@@ -5807,7 +5812,7 @@ class HttpTransport:
             headers["Mcp-Name"] = header_value(name)
             for header, path in self.param_paths.get(name, {}).items():
                 headers["Mcp-Param-" + header] = header_value(functools.reduce(
-                    lambda value, key: value and value.get(key), path, params.get("arguments")))
+                    lambda value, key: _get(value, key, object), path, params.get("arguments")))
         elif self.version:
             headers.update({"MCP-Protocol-Version": self.version,
                             "Mcp-Session-Id": self._session or None})
@@ -6095,7 +6100,7 @@ def login_in_browser(show: Callable[[str], None], page: str, cancel: Cancel) -> 
                 visit = _visit(callback.accept()[0])
                 cancel.check()
             return dict(urllib.parse.parse_qsl(visit[1].decode("latin-1")))
-    except OSError as e:                 # the port is taken, or nobody came
+    except (OSError, OverflowError) as e:                 # the port is taken, or nobody came
         raise PaiError(f"no login on port {place[1]} ({e}): try again, or set oauth.callbackPort "
                        "in mcp.json") from e
 
@@ -6210,6 +6215,7 @@ class McpConnection:
                                           META + "clientInfo": self._info,
                                           META + "clientCapabilities": self._abilities}}
         timeout_s = self.timeout_s if timeout_s == 0 else timeout_s
+        is_anew = False
         for n_left in (3, 2, 1, 0):
             try:
                 return self.peer.request(method, params, timeout_s, cancel)
@@ -6218,9 +6224,10 @@ class McpConnection:
                 if not (auth and auth.on_refusal(self.transport.url, e, cancel or Cancel())):
                     raise
             except McpError as e:
-                if e.code != SESSION_OVER or n_left < 3:
+                if e.code != SESSION_OVER or is_anew:
                     raise
                 self._initialize(cancel)                  # once, then it is given up
+                is_anew = True
 
     def _open(self):
         self.peer = Peer(self.transport)
@@ -6542,9 +6549,11 @@ def _checked_server(name, entry, variables):
     if bool(entry.get("command")) == bool(entry.get("url")):
         raise ToolError(f"{name} needs either a command or a url")
     for key in {"env", "headers"} & set(entry):           # a port may be given as a number
-        entry[key] = {variable: str(value) for variable, value in entry[key].items()}
+        entry[key] = {variable: str(check_value({"type": ["string", "number"]}, value,
+                                                f"{name}.{key}.{variable}"))
+                      for variable, value in entry[key].items()}
     for header, value in entry.get("headers", {}).items():
-        if not re.fullmatch(r"[\w-]+: [^\r\n\0]*", f"{header}: {value}"):
+        if not re.fullmatch(r"(?a)[\w-]+\n[\t -\xff]*", f"{header}\n{value}"):
             raise ToolError(f"{name}.headers.{header} can't be a header")
     for key in ("timeout", "startTimeout"):
         if entry.get(key, 0) >= 1000:    # in ms, as Claude Code has them
