@@ -2632,7 +2632,7 @@ class TestPlan(Case):
         box = paicli.Toolbox(lambda tool, arguments, reason, cancel: seen.append(reason) or allow(tool, arguments, reason, cancel))
         box.add(self.agent.toolbox.tools.values())
         self.agent.toolbox = box
-        other = paicli.helper(self.agent, "worker", "Work.", 2, "s7")
+        other = paicli.make_helper(self.agent, "worker", "Work.", 2, "s7")
         other.model = ScriptedModel(reply_of(call("change")), paicli.Reply("ok"))
         self.assertEqual(("ok", ["(worker, step s7)"], ["look", "change"]), (other.run("go"), seen, list(other.toolbox.tools)))
         self.assertEqual({"s7"}, {e["step"] for e in self.events[-3:]})
@@ -2836,7 +2836,7 @@ class TestTeam(Case):
         self.assertEqual((3, 3), (len(self.cast.texts("a")), len(self.cast.texts("review a"))))
         self.assertRegex(self.cast.texts("b")[0], "(?s)NOT APPROVED by the reviewer: wrong colour\n\na is done.")
         self.assertIn("NOT APPROVED", [m["content"] for m in self.memory.messages() if m["role"] == "tool"][0])
-        worker = paicli.helper(self.agent, "worker", paicli.STEP_PROMPT, 1, "a")
+        worker = paicli.make_helper(self.agent, "worker", paicli.STEP_PROMPT, 1, "a")
         self.assertEqual("rejected", self.team.judge(worker, paicli.Step("a", "do a", "read"), "x", paicli.Cancel())[0])
 
     def test_the_reviewer_looks_but_changes_nothing(self):
@@ -4451,7 +4451,7 @@ subprocess.Popen(["sleep", "{mark}"]); out.write(b"{{}}\\n"); out.flush(); signa
         self.assertEqual("Bearer t", self.fake.requests[0]["headers"]["Authorization"])
 
     def test_modern_headers_say_what_the_body_says(self):
-        wire = self.http_to(*[refuses(200, {"id": 1, "result": {}})] * 2)
+        wire = self.http_to(*[refuses(200, {"id": 1, "result": {}})] * 4)
         wire.param_paths = {"café": paicli.header_params({"properties": {
             "a": {"type": "object", "properties": {"b": {"type": "integer", "x-mcp-header": "B"}}},
             "c": {"type": "string", "x-mcp-header": "C"}, "d": {"type": "boolean", "x-mcp-header": "D"}}})}
@@ -4463,6 +4463,9 @@ subprocess.Popen(["sleep", "{mark}"]); out.write(b"{{}}\\n"); out.flush(); signa
         wire.send({"jsonrpc": "2.0", "method": "notifications/cancelled"}, paicli.Cancel())
         self.ask(wire, "resources/read", 2, uri="file:///a b", _meta=meta)
         self.assertEqual((2, "file:///a b"), (len(self.fake.requests), self.fake.requests[1]["headers"]["Mcp-Name"]))
+        for id_, odd in ((3, {}), (4, "x")):              # what is not there has no header
+            self.ask(wire, id_=id_, name="café", arguments={"a": odd}, _meta=meta)
+            self.assertIsNone(self.fake.requests[-1]["headers"]["Mcp-Param-B"])
         self.assertEqual(["true", "x y", "=?base64?IHg=?=", "=?base64?CQ==?=", "=?base64?PT9iYXNlNjQ/eD89?="],
                          [paicli.header_value(v) for v in (True, "x y", " x", "\t", "=?base64?x?=")])
 
