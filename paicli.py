@@ -3506,8 +3506,7 @@ class Team:
     """A planner, workers and a reviewer, for one turn of an agent."""
 
     def __init__(self, agent: Agent, ask: Callable[[str, Cancel], str | None]):
-        self.agent = agent
-        self.planner = Planner(agent, ask, self.judge)
+        self.agent, self.planner = agent, Planner(agent, ask, self.judge)
 
     def run(self, cancel: Cancel) -> bool:
         """Plan, run and review the last user message; True if each step is done and approved."""
@@ -5669,6 +5668,7 @@ class StdioTransport:
                 self.log.append(line.decode("utf-8", "replace").rstrip())
 
     def _read(self, popen, logger, on_message, on_close):
+        """Hand on what is JSON, log the rest; at the end say how, with the log's last lines."""
         with popen.stdout as pipe:
             for line in iter(lambda: pipe.readline(MAX_MESSAGE_BYTES), b""):
                 if len(line) == MAX_MESSAGE_BYTES:
@@ -5866,6 +5866,7 @@ def header_params(schema) -> dict[str, tuple]:
 #
 #     401 --> its resource metadata --> its issuer's metadata --> a client id --> browser --> token
 #
+# The resource is the MCP server; its issuer gives out tokens; the client is we, known by an id.
 # In: the URL and WWW-Authenticate of what was refused.  Out: a better header, if there is one.
 # Trap: strangers wrote all of it.  The resource must be the server itself; the issuer must be the
 # one that was named, also when it answers; what one issuer gave is never shown to another.
@@ -5873,8 +5874,7 @@ def header_params(schema) -> dict[str, tuple]:
 # Simplified: one browser at a time; tokens are renewed when refused, not before; never revoked.
 # Tests: TestOauth (exercise, 3 of 3 stars).  Source: modelcontextprotocol.io, Authorization.
 
-LOGIN_TIMEOUT_S = 300                    # a person looks for a password
-DOCUMENT_TIMEOUT_S = 10
+LOGIN_TIMEOUT_S, DOCUMENT_TIMEOUT_S = 300, 10             # 300: a person looks for a password
 CALLBACK_PORT = 47116                    # fixed, as some issuers compare it
 CLIENT_AUTH = ("client_secret_basic", "client_secret_post", "none")      # the first that is offered
 
@@ -6055,6 +6055,7 @@ class OAuth:
         if "S256" not in issuer.get("code_challenge_methods_supported", []):
             raise PaiError(f"{issuer['issuer']} has no PKCE, so no login there is safe")
         state, verifier = os.urandom(16).hex(), os.urandom(32).hex()
+        # PKCE: the page gets a hash; who steals the code lacks the verifier that must go with it.
         digest = hashlib.sha256(verifier.encode()).digest()
         back = {"redirect_uri": client["redirect_uris"][0]}
         page = _endpoint(issuer, "authorization_endpoint")
@@ -6089,7 +6090,7 @@ class OAuth:
 
 
 def login_in_browser(show: Callable[[str], None], page: str, cancel: Cancel) -> dict:
-    """Show the person a page; return the parameters of the URL on this machine it leads to."""
+    """Show the person a page; return the parameters with which its redirect_uri is visited."""
     place = ("127.0.0.1", int(re.search(r"redirect_uri=[^&]*%3A(\d+)", page)[1]))
     try:
         with socket.create_server(place) as callback, cancel.on_set(
@@ -6145,7 +6146,7 @@ class McpConnection:
 
     def __init__(self, transport, handlers: dict | None = None, timeout_s: float = 60,
                  start_timeout_s: float = 30):
-        # method -> (params) -> result: what a server may ask for
+        # method -> (params) -> result; a server may ask the person, the model, and for our folders
         self.handlers = {"ping": lambda params: {}, **(handlers or {})}
         self.on_notification = lambda method, params: None
         self.transport, self.is_http = transport, isinstance(transport, HttpTransport)
@@ -6362,7 +6363,7 @@ def tool_name(server: str, name: str) -> str:
 
 
 def clean_schema(schema) -> dict:
-    """Return a tool's inputSchema as models take it: an object, without what only tools need.
+    """Return a tool's inputSchema as models take it: an object, long or very deep parts cut.
 
     A choice (anyOf, oneOf) is put into words, unless it is only "or null"; $ref stays if local.
     """
@@ -6398,9 +6399,9 @@ def _cleaned(schema, depth):
 
 
 def content_text(blocks: list, save: Callable[[bytes, str], str]) -> str:
-    """Return content blocks as text for the model; save(data, MIME type) -> path, for base64 data.
+    """Return content blocks as lines for the model; save(data, MIME type) gives a file's path.
 
-    [{"type": "text", "text": "hi"}, {"type": "image", ...}] -> "hi\\n[image/png, 9 KB: PATH]"
+    A text, an image, others -> "hi\\n[image/png, 9 KB: PATH]\\n[{"type": "resource_link", ...}]"
     """
     lines = []
     for block in blocks:
@@ -6511,15 +6512,14 @@ _SERVER = {**_OBJECT, "properties": {
 def read_servers(source: bytes, variables: dict, is_own: bool) -> dict[str, dict]:
     """Return the entries of an mcp.json by name; one that makes no sense is {"error": why}.
 
-    `variables` are what ${...} may name; only the person's own file may approve tools.
-    Raises ConfigError if the file makes no sense at all.
+    `variables` are what ${...} may name; only the person's own file may approve tools; timeouts
+    are in s, from 1000 on in ms.  Raises ConfigError if the file makes no sense at all.
     """
     servers = {}
     try:
         entries = json.loads(source)["mcpServers"].items()
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-        said = one_line(str(e))
-        raise ConfigError(f'it should be {{"mcpServers": {{NAME: {{...}}}}}}: {said}') from None
+        raise ConfigError('it should be {"mcpServers": {NAME: {...}}}: ' + one_line(str(e))) from e
     for name, entry in entries:
         try:
             servers[name] = _checked_server(name, entry, variables)
@@ -6663,8 +6663,8 @@ class McpServer:
 
     def status(self) -> str:
         """Return a line: ● git  ready | stdio | 12 tools | 3 min | PID 12345 | 2026-07-28."""
-        state, parts = self.state, [] if "error" in self.entry else [
-            "http" if "url" in self.entry else "stdio"]
+        state, kind = self.state, "http" if "url" in self.entry else "stdio"
+        parts = [] if "error" in self.entry else [kind]
         if state == "ready" and self.client.peer.closed:
             state, parts = "died", [*parts, "the next call starts it", self.client.peer.closed]
         elif state == "ready":
