@@ -3246,7 +3246,7 @@ def read_json(text: str, schema: dict):
     text, end, found, wrong = text.strip(), 0, [], "there is no JSON in it"
     for start in [0, *(m.start() for m in re.finditer(r"[\[{]", text))][:500]:
         try:
-            if start >= end:             # else it is a part of what was found before
+            if start >= end:             # else it is a part of what was read before
                 value, end = decoder.raw_decode(text, start)
                 found.append(check_value(schema, map_strings(value, clean), "answer"))
         except ToolError as e:
@@ -3350,7 +3350,7 @@ class Planner:
         self._lock = threading.Lock()    # of the agent's usage and memory, when steps end
 
     def run(self, cancel: Cancel) -> bool:
-        """Plan and run the agent's last user message; True if each step is done."""
+        """Plan and run the agent's last user message; True if all is done.  Raises PaiError."""
         *before, task = self.agent.memory.messages()
         self.task, said = task["content"], "\n\n".join(map(message_text, before))
         self._make_plan(cancel, "Said before: " + (clip(said, 4 * STEP_CHARS) or "nothing"),
@@ -3576,7 +3576,7 @@ def look_up(host: str, is_proxied: bool = False) -> list[str]:
 
 
 def is_public(address: str) -> bool:
-    """True for an address of the internet; not for one of this machine, its network, its cloud."""
+    """True for an address of the internet, IPv4 in IPv6 too; not this machine's or a cloud's."""
     import ipaddress                                      # slow to import, so only where needed
     ip = ipaddress.ip_address(address.partition("%")[0])
     if ip.version == 6:
@@ -3805,7 +3805,7 @@ def _inline(tag, url, pieces):
 
 
 def absolute_url(base: str, href: str) -> str:
-    """Return where a link of the page `base` leads, "" if into the same page or not to the web."""
+    """Return where a link on `base` leads, quoted; "" if into the same page or not to the web."""
     with contextlib.suppress(ValueError):
         url = urllib.parse.urljoin(base, href.strip())
         if not re.match(r"\s*(#|$)", href) and re.match("https?:", url):
@@ -5460,7 +5460,7 @@ class Peer:
                 cancel: Cancel | None = None) -> dict:
         """Return the result.  Raises McpError, Cancelled, or what the transport fails with.
 
-        `timeout_s` bounds the silence; then, or when cancelled, notifications/cancelled tells why.
+        `timeout_s` bounds the silence; giving up sends notifications/cancelled, but of initialize.
         Params with a _meta get the id as its progressToken, and progress prolongs the request.
         """
         id_, answers, params = next(self._ids), queue.SimpleQueue(), dict(params or {})
@@ -5645,7 +5645,7 @@ class StdioTransport:
                 argv, env=self.env, cwd=self.cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE, **group)
         except (OSError, ValueError) as e:
-            raise McpError(f"{argv[0]} could not be started: {e}", "closed") from None
+            raise McpError(f"{self.argv[0]} could not be started: {e}", "closed") from None
         self.log.extend([ANEW] if self.log else [])
         self._outbox = queue.SimpleQueue()
         Job("mcp-stdin", self._write, self.popen.stdin, self._outbox)
@@ -6090,7 +6090,7 @@ class OAuth:
 
 
 def login_in_browser(show: Callable[[str], None], page: str, cancel: Cancel) -> dict:
-    """Show the person a page; return the parameters with which its redirect_uri is visited."""
+    """Show a page; return the parameters its redirect_uri is visited with.  Raises PaiError."""
     place = ("127.0.0.1", int(re.search(r"redirect_uri=[^&]*%3A(\d+)", page)[1]))
     try:
         with socket.create_server(place) as callback, cancel.on_set(
@@ -6190,7 +6190,7 @@ class McpConnection:
                 timeout_s: float | None = 0) -> dict:
         """Return the complete result; what the server asks back for it is answered on the way.
 
-        `timeout_s` is this connection's if it is 0.  Raises McpError, HttpError, Cancelled.
+        `timeout_s`: 0 is this connection's, None no limit.  Raises McpError, HttpError, Cancelled.
         """
         answers = {}
         for _ in range(MAX_INPUT_ROUNDS):
@@ -6350,7 +6350,7 @@ class McpClient(McpConnection):
 # ---- tools and content for the model
 
 def tool_name(server: str, name: str) -> str:
-    """Return what the model calls a tool: mcp__{server}__{name}, of letters, digits, _ and -.
+    """Return what the model calls a tool: mcp__{server}__{name}, at most 64 of a-z A-Z 0-9 _ -.
 
     What had to be changed for that ends in a hash, so two tools never share a name.
     """
@@ -6435,7 +6435,7 @@ def quotation(text: str) -> str:
 def elicit(ask: Callable[[str], str | None], params: dict) -> dict:
     """Ask the person what a server wants to know; return an ElicitResult.
 
-    Enter takes a field's default; nobody there, or no, declines.
+    First whether at all, then each field: Enter takes its default.  No, or nobody, declines.
     """
     said, schema = str(params.get("message") or ""), _get(params, "requestedSchema", dict)
     if params.get("mode") == "url":
@@ -6708,7 +6708,7 @@ class McpServers:
         return [t for server in self.servers.values() for t in server.tools]
 
     def instructions(self) -> str:
-        """Return what the servers that are ready say of their tools, for the system message."""
+        """Return "\\n\\nThe MCP server NAME says of its tools:\\nTEXT" of all that are ready."""
         said = ((s.name, s.client.instructions) for s in self.servers.values() if s.tools)
         return "".join(f"\n\nThe MCP server {name} says of its tools:\n{clip(text, 2000)}"
                        for name, text in said if text)
