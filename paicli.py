@@ -3341,11 +3341,11 @@ def make_helper(agent: Agent, who: str, prompt: str, level: int, step_id: str) -
 class Planner:
     """Plans the task of an agent's turn, has a person look at the plan, and runs it."""
 
-    def __init__(self, agent: Agent, ask: Callable[[str, Cancel], str | None], judge: Callable =
-                 lambda worker, step, result, cancel: ("done", result)):
+    def __init__(self, agent: Agent, ask: Callable[[str, Cancel], str | None],
+                 judge: Callable = lambda worker, step, result, cancel: ("done", result)):
         self.agent, self.task, self.plan = agent, "", None
         self._ask = ask                  # (question, cancel) -> answer, None if nobody is there
-        self._judge = judge              # what a step has come to: -> its state and result
+        self._judge = judge              # -> what a step has come to: (its state, its result)
         self._texts = []                 # what the model should know when it plans
         self._lock = threading.Lock()    # of the agent's usage and memory, when steps end
 
@@ -3655,7 +3655,7 @@ class HtmlReader:
         attributes = {k: v or "" for k, v in attributes}
         href = attributes.get("href")
         url = absolute_url(self._base, href) if href else ""
-        self._end(*_ENDS.get(tag, ({"p"} if tag in _BLOCKS else (), _BLOCKS)))
+        self._end(*_ENDS.get(tag, ({"p"} if tag in _BLOCKS else (), _BLOCKS)))  # a block ends a <p>
         if tag == "base":
             self._base = url or self._base
         elif tag in ("br", "hr"):
@@ -3687,13 +3687,13 @@ class HtmlReader:
         return any(tag in names or role in names for tag, role, *_ in self._open)
 
     def _role(self, tag, attributes):
-        """What an element is; navigation and the like within a line is just not seen."""
+        """-> main, article, aside, unseen or "".  Navigation and the like in a line is unseen."""
+        if tag in ("html", "body"):
+            return ""
         role, id_ = attributes.get("role", ""), attributes.get("id", "")
         names = [tag, role, *attributes.get("class", "").split()[:20]]
         names += [id_] * (tag != "section")               # else it is a heading's
         is_around = tag in ("aside", "header") and not self._is_in("main", "article")
-        if tag in ("html", "body"):
-            return ""
         if (tag in _UNSEEN or "hidden" in attributes or attributes.get("aria-hidden") == "true"
                 or re.search(r"display:\s*none", attributes.get("style", ""))):
             return "unseen"
@@ -3703,7 +3703,7 @@ class HtmlReader:
 
     def _end(self, tags, scope):
         """End the innermost of these elements, unless one of `scope` is open within it."""
-        for i in range(len(self._open) - 1 if tags else 0, 0, -1):
+        for i in range(len(self._open) - 1, 0, -1):
             if self._open[i][0] in tags:
                 return self._close(i)
             if self._open[i][0] in scope:
@@ -6610,7 +6610,7 @@ class McpServer:
         """Return the client, its server started again if it died.  Raises McpError if too soon."""
         with self._lock:
             if self.state == "ready" and self.client.peer.closed:
-                if time.monotonic() < self.since + 2 ** self._n_deaths - 1:
+                if time.monotonic() < self.since + 2 ** self._n_deaths - 1:     # 0, 1, 3, ... 63 s
                     raise McpError(f"{self.client.peer.closed}; it will be started again soon")
                 self._n_deaths = min(self._n_deaths + 1, 6)
                 self.start(cancel)
@@ -6642,7 +6642,7 @@ class McpServer:
             tools[t["name"]] = Tool("", clip(str(text), 4000), clean_schema(
                 t.get("inputSchema")), functools.partial(self._call, t["name"]))
         if "resources" in self.client.capabilities:
-            tools = {**{t.name: t for t in tools_in(self)}, **tools}
+            tools = {**{t.name: t for t in tools_in(self)}, **tools}        # its own tools win
         approved = self.entry.get("autoApprove", ())
         return [t._replace(name=tool_name(self.name, name), level=1 if name in approved else 3)
                 for name, t in tools.items()]
