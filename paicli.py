@@ -3199,8 +3199,8 @@ class Undo:
 #                ^                                  |
 #                +---- replanned, if one failed ----+
 #
-# In: the task of a turn.  Out: a history as if the model had called a tool run_step for each step,
-# so a crash leaves what it leaves of any turn, and the loop gives the answer, from the results.
+# In: the task of a turn.  Out: a history as if the model had called a tool run_step for each step.
+# So the loop has the results to answer from, and after a crash it goes on as after any other turn.
 # Trap: a model's JSON comes in fences, in prose, cut off, or with a cycle of steps in it.  It is
 # looked for, checked, and asked for once more with what is wrong.
 # Simplified: each step waits for the whole wave before it; its own history is neither stored nor
@@ -3239,21 +3239,22 @@ AGREE = "Run this plan? Enter: yes; n: no; e ID TEXT: another text for a step; e
 def read_json(text: str, schema: dict):
     """Return the JSON in a model's answer, bare, in ``` fences or in prose, if it fits the schema.
 
-    'Here it is: {"a": 1}' -> {"a": 1}.  Of several the last, for what stands before it may be a
-    draft or a quotation.  Raises ToolError that says what is wrong.
+    'Here it is: {"a": 1}' -> {"a": 1}.  Of several the last, as what stands before it may be a
+    draft; no part of one that is cut off or does not fit.  Raises ToolError that says why.
     """
     decoder = json.JSONDecoder(strict=False, parse_constant=int)    # int() refuses NaN
     text, end, found, wrong = text.strip(), 0, [], "there is no JSON in it"
     for start in [0, *(m.start() for m in re.finditer(r"[\[{]", text))][:500]:
         try:
-            if start >= end:             # else it is a part of what did not fit
+            if start >= end:             # else it is a part of what was read before
                 value, end = decoder.raw_decode(text, start)
                 found.append(check_value(schema, map_strings(value, clean), "answer"))
         except ToolError as e:
             wrong = str(e)
         except (ValueError, RecursionError) as e:         # prose, NaN, very deep
-            if getattr(e, "pos", 0) >= len(text) > 0 or str(e).startswith("Unterminated"):
-                raise ToolError("the JSON in it is cut off") from None      # a part is no answer
+            is_cut = getattr(e, "pos", 0) >= len(text) or str(e).startswith("Unterminated")
+            if is_cut and text:          # a part is no answer
+                raise ToolError("the JSON in it is cut off") from None
     if not found:
         raise ToolError(wrong)
     return found[-1]
@@ -3263,7 +3264,7 @@ def ask_json(agent: Agent, prompt: str, texts: list[str], schema: dict, cancel: 
              said: str = "", check: Callable = lambda value: value):
     """Return check(JSON that fits the schema), from the model or from what it `said` already.
 
-    What can't be used is asked for once more.  Raises ModelError that says what failed.
+    What does not fit or `check` refuses (ToolError) is asked for once more.  Raises ModelError.
     """
     prompt += f"\n\nAnswer with {JSON_ALONE}{json.dumps(schema)}"
     for _ in range(2):
@@ -3292,7 +3293,7 @@ class Plan:
     def __init__(self, steps: list[Step]):
         """Raises ToolError for an id that is there twice, a missing dependency or a cycle."""
         import graphlib                                   # slow to import, so only where needed
-        self.steps, self.waves = {s.id: s for s in steps}, {}       # waves: id -> number
+        self.steps, self.waves = {s.id: s for s in steps}, {}       # waves: id -> 1, 2, ...
         if len(self.steps) < len(steps):
             raise ToolError("two steps have the same id; what is done keeps its own")
         graph = graphlib.TopologicalSorter({s.id: s.depends_on for s in steps})
@@ -3307,7 +3308,7 @@ class Plan:
             raise ToolError(f"these wait for each other: {' -> '.join(e.args[1])}") from None
 
     def tree(self) -> str:
-        """Return the plan for people and models: a line a step, indented by its wave."""
+        """Return "Plan: 2 steps in 2 waves" and a line a step: " 2   └ ✅ b (read): x (after a)"."""
         n, n_waves = len(self.steps), max(self.waves.values())
         lines = [f"Plan: {n} step{'s' * (n > 1)} in {n_waves} wave{'s' * (n_waves > 1)}"]
         for s in sorted(self.steps.values(), key=lambda s: self.waves[s.id]):
@@ -3318,7 +3319,7 @@ class Plan:
         return "\n".join(lines)
 
     def ready(self) -> list[Step]:
-        """Return the waiting steps whose dependencies are done."""
+        """Return the waiting steps whose dependencies are all done or rejected."""
         ended = {s.id for s in self.having("done", "rejected")}
         return [s for s in self.having("waiting") if ended.issuperset(s.depends_on)]
 
@@ -3327,8 +3328,8 @@ class Plan:
         return [s for s in self.steps.values() if s.state in states]
 
 
-def helper(agent: Agent, who: str, prompt: str, level: int, step_id: str) -> Agent:
-    """Return an agent with a history of its own and tools up to a level; events name the step."""
+def make_helper(agent: Agent, who: str, prompt: str, level: int, step_id: str) -> Agent:
+    """Return an agent with its own history and tools up to a level; its events name the step."""
     def on_event(event):
         agent.on_event({**event, "step": step_id})
     toolbox = agent.toolbox.up_to(level, on_event, f"{who}, step {step_id}")
@@ -3340,16 +3341,16 @@ def helper(agent: Agent, who: str, prompt: str, level: int, step_id: str) -> Age
 class Planner:
     """Plans the task of an agent's turn, has a person look at the plan, and runs it."""
 
-    def __init__(self, agent: Agent, ask: Callable[[str, Cancel], str | None], judge: Callable =
-                 lambda worker, step, result, cancel: ("done", result)):
+    def __init__(self, agent: Agent, ask: Callable[[str, Cancel], str | None],
+                 judge: Callable = lambda worker, step, result, cancel: ("done", result)):
         self.agent, self.task, self.plan = agent, "", None
         self._ask = ask                  # (question, cancel) -> answer, None if nobody is there
-        self._judge = judge              # -> the step's state and result, when it has run
+        self._judge = judge              # -> what a step has come to: (its state, its result)
         self._texts = []                 # what the model should know when it plans
         self._lock = threading.Lock()    # of the agent's usage and memory, when steps end
 
     def run(self, cancel: Cancel) -> bool:
-        """Plan and run the agent's last user message; True if each step is done."""
+        """Plan and run the agent's last user message; True if all is done.  Raises PaiError."""
         *before, task = self.agent.memory.messages()
         self.task, said = task["content"], "\n\n".join(map(message_text, before))
         self._make_plan(cancel, "Said before: " + (clip(said, 4 * STEP_CHARS) or "nothing"),
@@ -3370,10 +3371,10 @@ class Planner:
         return len(self.plan.having("done")) == len(self.plan.steps)
 
     def attempt(self, worker: Agent, text: str, cancel: Cancel) -> str:
-        """Return a helper's answer.  Raises ToolError if it is none, or one that begins FAILED."""
+        """Return a helper's answer.  Raises ToolError for none, "FAILED: why", no tokens left."""
         if self.agent.is_over_budget():
             raise ToolError("the tokens of this turn are used up (PAICLI_TOKEN_BUDGET)")
-        if self.agent.token_budget:      # its share of what is left
+        if self.agent.token_budget:      # those who run now share what is left
             left = self.agent.token_budget - self.agent.usage.input - self.agent.usage.output
             worker.token_budget = max(1, left // max(1, len(self.plan.having("running"))))
         try:
@@ -3386,7 +3387,7 @@ class Planner:
         return answer
 
     def step_text(self, step: Step) -> str:
-        """Return all that somebody who works on a step should see."""
+        """Return what who works on a step sees: it, the plan, the task, the results it needs."""
         results = [f"Result of {d}:\n{self.plan.steps[d].result}" for d in step.depends_on]
         return "\n\n".join([step.description, f"This is step {step.id} of the plan:",
                             self.plan.tree(), f"The whole task: {self.task}", *results])
@@ -3409,29 +3410,29 @@ class Planner:
         """Let the person run, edit or cancel the plan, or have it made anew; nobody: it runs."""
         while True:
             answer = self._ask(AGREE, cancel)
-            word = (answer or "").strip()
-            edit = re.fullmatch(r"(?s)e\s+(\S+)\s+(.+)", word)
-            if answer is None or answer and word.lower() in ("", "y", "yes"):
-                return
-            if not answer or word.lower() in ("n", "no"):           # "" without a newline: Ctrl-D
+            said = (answer or "").strip()
+            if answer == "" or said.lower() in ("n", "no"):         # not even a newline: Ctrl-D
                 raise Cancelled("by you")
+            if said.lower() in ("", "y", "yes"):
+                return
+            edit = re.fullmatch(r"(?s)e\s+(\S+)\s+(.+)", said)
             if edit and edit[1] in self.plan.steps:
                 step = self.plan.steps[edit[1]]
                 self.plan.steps[step.id] = step._replace(description=edit[2])
                 self._show(self.plan)
             else:
                 try:
-                    self._make_plan(cancel, self.plan.tree(), f"The person says to it: {word}")
+                    self._make_plan(cancel, self.plan.tree(), f"The person says to it: {said}")
                 except ModelError as e:                   # this plan is still there
                     self.agent.on_event({"type": "notice", "text": str(e)})
 
     def _replan(self, cancel):
         """Keep what is done, and have the rest planned anew; if that fails, the plan goes on."""
         kept = self.plan.having("done", "rejected")
-        came = [f"{s.id} {s.state}: {clip(s.result, STEP_CHARS // 4)}"
-                for s in [*kept, *self.plan.having("failed")]]
+        results = [f"{s.id} {s.state}: {clip(s.result, STEP_CHARS // 4)}"
+                   for s in [*kept, *self.plan.having("failed")]]
         with contextlib.suppress(ModelError):
-            self._make_plan(cancel, self.plan.tree(), *came, REPLAN_PROMPT, kept=kept)
+            self._make_plan(cancel, self.plan.tree(), *results, REPLAN_PROMPT, kept=kept)
 
     def _move(self, step, state, result=""):
         self.plan.steps[step.id] = step._replace(state=state, result=result)
@@ -3460,15 +3461,15 @@ class Planner:
         self._move(step, state, result)
 
     def _work(self, step, cancel):
-        """-> (state, result) of a step; raises what stops it for the second time"""
+        """-> (state, result) of a step, which has two tries.  Raises what ended the second."""
         level = next(n for n, kind in LEVELS.items() if kind == step.kind)
-        worker = helper(self.agent, "worker", STEP_PROMPT, level, step.id)
+        worker = make_helper(self.agent, "worker", STEP_PROMPT, level, step.id)
         try:
             result = self.attempt(worker, self.step_text(step), cancel)
         except (ToolError, ModelError) as e:
             worker.on_event({"type": "notice", "text": f"{step.id} failed and tries again: {e}"})
             again = f"That failed: {e}\nTry once more, another way."
-            if getattr(e, "code", "") == "overflow":      # what it has read is too long to be kept
+            if getattr(e, "code", "") == "overflow":      # it has read more than the model can take
                 worker.memory.clear()
                 again = f"{self.step_text(step)}\n\n{again}"
             result = self.attempt(worker, again, cancel)
@@ -3505,15 +3506,14 @@ class Team:
     """A planner, workers and a reviewer, for one turn of an agent."""
 
     def __init__(self, agent: Agent, ask: Callable[[str, Cancel], str | None]):
-        self.agent = agent
-        self.planner = Planner(agent, ask, self.judge)
+        self.agent, self.planner = agent, Planner(agent, ask, self.judge)
 
     def run(self, cancel: Cancel) -> bool:
         """Plan, run and review the last user message; True if each step is done and approved."""
         return self.planner.run(cancel)
 
     def judge(self, worker: Agent, step: Step, result: str, cancel: Cancel) -> tuple[str, str]:
-        """Return a step's state, done or rejected, and its result, after all reviews."""
+        """Return ("done", result), or ("rejected", NOT APPROVED or NOT REVIEWED: why, result)."""
         for n_left in range(MAX_RETURNS, -1, -1):
             try:
                 issues = self.review(step, result, cancel)
@@ -3527,8 +3527,8 @@ class Team:
         return "rejected", f"NOT APPROVED by the reviewer: {'; '.join(issues)}\n\n{result}"
 
     def review(self, step: Step, result: str, cancel: Cancel) -> list[str]:
-        """Return what is wrong with the result of a step, [] if it is approved."""
-        reviewer = helper(self.agent, "reviewer", REVIEW_PROMPT, 1, step.id)
+        """Return what is wrong with a step's result, [] if it is approved.  Raises as attempt()."""
+        reviewer = make_helper(self.agent, "reviewer", REVIEW_PROMPT, 1, step.id)
         text = f"{self.planner.step_text(step)}\n\nWhat the worker says:\n{result}"
         said = self.planner.attempt(reviewer, text, cancel)
         verdict = ask_json(reviewer, REVIEW_PROMPT, [text], VERDICT_SCHEMA, cancel, said)
@@ -3553,18 +3553,17 @@ class Team:
 # that looks names up, so only addresses that a URL spells out can be refused here.
 # Tests: TestWebTools (exercise, 2 of 3 stars).  Try: ask for a summary of a page.
 
-MAX_PAGE_BYTES = 5 << 20
-MAX_IMAGE_BYTES = 50 << 20
+MAX_PAGE_BYTES, MAX_IMAGE_BYTES = 5 << 20, 50 << 20
 MAX_PAGE_CHARS = 30000                   # of one result; `start` asks for what follows
 PAGE_TIMEOUT_S = 30                      # from the first look-up of a name to the last byte
 MAX_REQUESTS = 30                        # a minute; what is more waits
-MAX_REDIRECTS, MAX_HITS = 5, 8
+MAX_REDIRECTS, MAX_HITS = 5, 8           # MAX_HITS: of one search
 
 
 # ---- where a URL may lead
 
 def look_up(host: str, is_proxied: bool = False) -> list[str]:
-    """Return the addresses of a host; if a proxy will look it up, only those it spells out."""
+    """Return the addresses of a host; if a proxy looks it up, what it spells.  Raises OSError."""
     host = host.rstrip(".").partition("%")[0]             # no zone: that is local anyway
     flags = socket.AI_NUMERICHOST if is_proxied and not is_loopback(host) else 0
     try:
@@ -3577,7 +3576,7 @@ def look_up(host: str, is_proxied: bool = False) -> list[str]:
 
 
 def is_public(address: str) -> bool:
-    """True for an address of the internet; not for one of this machine, its network, its cloud."""
+    """True for an address of the internet, IPv4 in IPv6 too; not this machine's or a cloud's."""
     import ipaddress                                      # slow to import, so only where needed
     ip = ipaddress.ip_address(address.partition("%")[0])
     if ip.version == 6:
@@ -3591,7 +3590,7 @@ def is_public(address: str) -> bool:
 
 # ---- from bytes to text
 
-# What else Python can decode (base64, punycode) is no charset, or takes for ever.
+# Charsets begin like these.  What else Python can decode is none (base64) or slow (punycode).
 _CHARSET = r"(?i)utf.?(8|16)|us-ascii|iso.?(8859|2022)|windows|cp\d|koi8|gb|big5|euc|s\w*jis|ks_c"
 _WIDER = {"iso-8859-1": "cp1252", "us-ascii": "cp1252", "gb2312": "gb18030", "gbk": "gb18030",
           "shift_jis": "cp932", "euc-kr": "cp949"}        # what browsers take these for
@@ -3610,7 +3609,7 @@ def decode_page(data: bytes, content_type: str = "") -> str:
         with contextlib.suppress(LookupError):
             texts.append(data.decode(_WIDER.get(name, name), "replace"))
             n_bad = texts[-1].rstrip("\ufffd").count("\ufffd")          # its end may be cut off
-            if n_bad * 50 <= len(texts[-1]) * (name in names):          # a guess has none
+            if n_bad <= (len(texts[-1]) // 50 if name in names else 0):     # a guess has none
                 return texts[-1]
     return texts[0]                      # none fits: what the page says of itself
 
@@ -3623,7 +3622,7 @@ _HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
 _BLOCKS = _HEADINGS | set("""address article aside blockquote body caption center dd details div dl
     dt fieldset figcaption figure footer form header hr html legend li main nav ol p pre section
     summary table tbody td tfoot th thead tr ul""".split())
-# A start tag ends the first of these, if it is open within the second: hardly anybody writes </li>.
+# tag -> (what its start ends, unless one of these is open within): hardly anybody writes </li>.
 _ENDS = {"li": ({"li"}, {"ul", "ol"}), "tr": ({"tr"}, {"table"}), "a": ({"a"}, _BLOCKS),
          **dict.fromkeys(("td", "th"), ({"td", "th"}, {"table"})),
          **dict.fromkeys(("dt", "dd"), ({"dt", "dd"}, {"dl"}))}
@@ -3649,14 +3648,14 @@ class HtmlReader:
         self.title, self.found = "", {"main": [], "article": [], "aside": []}      # their blocks
         self._base = url
         self._pieces = []                # (text, whether it is a block: a paragraph, list, table)
-        self._open = [("html", "", "", 0)]     # (tag, role, URL, where its pieces begin)
+        self._open = [("html", "", "", 0)]     # (tag, role, URL, index of its first piece)
 
     def start(self, tag: str, attributes: list) -> None:
-        """Take a start tag."""
+        """Take a start tag; its attributes are pairs of a name and a value or None."""
         attributes = {k: v or "" for k, v in attributes}
         href = attributes.get("href")
         url = absolute_url(self._base, href) if href else ""
-        self._end(*_ENDS.get(tag, ({"p"} if tag in _BLOCKS else (), _BLOCKS)))
+        self._end(*_ENDS.get(tag, ({"p"} if tag in _BLOCKS else (), _BLOCKS)))  # a block ends a <p>
         if tag == "base":
             self._base = url or self._base
         elif tag in ("br", "hr"):
@@ -3667,13 +3666,13 @@ class HtmlReader:
             self._open.append((tag, self._role(tag, attributes), url, len(self._pieces)))
 
     def end(self, tag: str) -> None:
-        """Take an end tag; one that ends nothing is nothing."""
+        """Take an end tag; one that ends nothing is dropped."""
         cells = {"tr", "td", "th"}
         scope = {"table"} if tag in cells else cells if tag in _BLOCKS else _BLOCKS
         self._end(_HEADINGS if tag in _HEADINGS else {tag}, () if tag == "table" else scope)
 
     def text(self, text: str) -> None:
-        """Take a text."""
+        """Take a text between tags; that of <title> is kept apart."""
         if self._open[-1][0] == "title" and not self._is_in("svg"):
             self.title = self.title or " ".join(text.split())
         if not self._is_in("unseen"):
@@ -3688,13 +3687,13 @@ class HtmlReader:
         return any(tag in names or role in names for tag, role, *_ in self._open)
 
     def _role(self, tag, attributes):
-        """What an element is; navigation and the like within a line is just not seen."""
+        """-> main, article, aside, unseen or "".  Navigation and the like in a line is unseen."""
+        if tag in ("html", "body"):
+            return ""
         role, id_ = attributes.get("role", ""), attributes.get("id", "")
         names = [tag, role, *attributes.get("class", "").split()[:20]]
         names += [id_] * (tag != "section")               # else it is a heading's
         is_around = tag in ("aside", "header") and not self._is_in("main", "article")
-        if tag in ("html", "body"):
-            return ""
         if (tag in _UNSEEN or "hidden" in attributes or attributes.get("aria-hidden") == "true"
                 or re.search(r"display:\s*none", attributes.get("style", ""))):
             return "unseen"
@@ -3704,7 +3703,7 @@ class HtmlReader:
 
     def _end(self, tags, scope):
         """End the innermost of these elements, unless one of `scope` is open within it."""
-        for i in range(len(self._open) - 1 if tags else 0, 0, -1):
+        for i in range(len(self._open) - 1, 0, -1):
             if self._open[i][0] in tags:
                 return self._close(i)
             if self._open[i][0] in scope:
@@ -3726,10 +3725,10 @@ class HtmlReader:
             self._pieces[begin:] = inside
 
     def _noted(self, role, blocks):
-        """What stays of an element: all but asides; a "sidebar" that tells much is none."""
+        """Add blocks to `found`; -> what stays of them: nothing of an aside that tells little."""
         if role == "aside":
             said = re.sub(r"\[[^\[\]]*\]\([^()\s]*\)|\W", "", "".join(blocks))    # not in links
-            role = role if len(said.encode()) < 200 else ""             # bytes: 字 says more
+            role = role if len(said.encode()) < 200 else ""       # bytes: 字 says more
         if role in self.found and not self._is_in(role):
             self.found[role] += blocks
         return [] if role == "aside" else blocks
@@ -3756,9 +3755,9 @@ def _markdown_of(tag, pieces):
         return []
     if tag in ("ul", "ol"):
         marks = (f"{n}. " if tag == "ol" else "- " for n in itertools.count(1))
-        return ["\n".join(_behind(next(marks), item) for item in blocks)]
+        return ["\n".join(_with_mark(next(marks), item) for item in blocks)]
     if tag in ("dt", "dd", "blockquote"):
-        return [_behind({"dt": "- ", "dd": "  "}.get(tag, "> "), text)]
+        return [_with_mark({"dt": "- ", "dd": "  "}.get(tag, "> "), text)]
     if tag == "pre":
         code = "".join(text for text, _ in pieces).expandtabs().strip("\n")
         fence = max(["``", *re.findall("`{3,}", code)], key=len) + "`"
@@ -3768,7 +3767,7 @@ def _markdown_of(tag, pieces):
     return [_table(text)] if tag == "table" else blocks
 
 
-def _behind(mark, text):
+def _with_mark(mark, text):
     """A text with a mark before its first line, and the others indented as much."""
     return mark + re.sub(r"\n(?!\n)", "\n" + re.sub("[^>]", " ", mark), text)
 
@@ -3791,7 +3790,7 @@ def _table(text):
 
 
 def _inline(tag, url, pieces):
-    """Code, or a link; of several blocks, as in a card, it is the first line."""
+    """The pieces as code or a link; of several blocks, as in a card, the first line is the link."""
     has_blocks = any(is_block for _, is_block in pieces)
     texts = _blocks_of(pieces) if has_blocks else [
         re.sub(r"\s+", " ", "".join(text for text, _ in pieces))]
@@ -3806,7 +3805,7 @@ def _inline(tag, url, pieces):
 
 
 def absolute_url(base: str, href: str) -> str:
-    """Return where a link of the page `base` leads, "" if into the same page or not to the web."""
+    """Return where a link on `base` leads, quoted; "" if into the same page or not to the web."""
     with contextlib.suppress(ValueError):
         url = urllib.parse.urljoin(base, href.strip())
         if not re.match(r"\s*(#|$)", href) and re.match("https?:", url):
@@ -3817,7 +3816,7 @@ def absolute_url(base: str, href: str) -> str:
 def html_to_markdown(page: str, url: str) -> tuple[str, str]:
     """Return (title, main part as Markdown) of the HTML page at `url`.
 
-    The first of these that is more than a line: <main>, the articles, all but asides, all.
+    The first of these that has 100 characters: <main>, the articles, all but asides, all.
     """
     from html.parser import HTMLParser                    # slow to import, so only where needed
     reader, parser = HtmlReader(url), HTMLParser()
@@ -3832,7 +3831,7 @@ def html_to_markdown(page: str, url: str) -> tuple[str, str]:
 
 
 def from_web(source: str, text: str) -> str:
-    """Return a stranger's words between marks that they can't contain themselves."""
+    """Return <web from="SOURCE">, the text, </web> as lines; what looks like these in it gets ‹."""
     mark = r"(?i)[<＜](?=[^\w<>]{0,9}w\W{0,2}e\W{0,2}b\b)"          # what can't be seen may be in it
     source, text = (re.sub(mark, "‹", t) for t in (source, text))
     return f"<web from={json.dumps(source, ensure_ascii=False)}>\n{text}\n</web>"
@@ -3854,7 +3853,7 @@ IMAGE_STARTS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"RIFF": "webp"}
 
 
 class WebTools:
-    """The web as tools of the model.  PAICLI_WEB_HOSTS allows hosts, public or not."""
+    """The web as tools of the model.  PAICLI_WEB_HOSTS allows HOST or HOST:PORT, public or not."""
 
     def __init__(self, config: Config, http: Http, save: Callable[[str, bytes], None],
                  look_up_host: Callable[[str, bool], list[str]] | None = None,
@@ -3869,18 +3868,18 @@ class WebTools:
         self._lock = threading.Lock()
 
     def resolve(self, host: str, port: int, is_proxied: bool = False) -> list[str]:
-        """Return a host's addresses.  Raises ToolError if one is not public and not allowed."""
+        """Return a host's addresses.  Raises ToolError for one or a port that is not of the web."""
         addresses = self._look_up(host, is_proxied)
         barred = [address for address in addresses if not is_public(address)]
-        is_odd = port < 1024 and port not in (80, 443)
-        if (barred or is_odd) and not self._allowed & {host, f"{host}:{port}"}:
-            why = f"port {port}" if is_odd else f"{barred[0]}, not a public address"
+        is_barred_port = port < 1024 and port not in (80, 443)
+        if (barred or is_barred_port) and not self._allowed & {host, f"{host}:{port}"}:
+            why = f"port {port}" if is_barred_port else f"{barred[0]}, not a public address"
             raise ToolError(f"{host} is not fetched from: it is {why}; only the person can allow it"
                             f" (PAICLI_WEB_HOSTS={host}:{port})")
         return addresses
 
     def _take_turn(self, cancel):
-        """Wait until this is no more than the MAX_REQUESTS-th request of a minute."""
+        """Wait until fewer than MAX_REQUESTS have had their turns within a minute."""
         with self._lock:
             now = time.monotonic()
             turn = max(now, self._turns[0] + 60)
@@ -3943,11 +3942,11 @@ class WebTools:
             url, title, text, is_cut = self._in_time(cancel or Cancel(), self._read, url)
         except HttpError as e:           # a stranger's words, too
             raise ToolError(from_web(url, str(e))) from None
-        part, end = text[max(0, start):][:MAX_PAGE_CHARS], max(0, start) + MAX_PAGE_CHARS
+        start, end = max(0, start), max(0, start) + MAX_PAGE_CHARS
         notes = [f"{len(text) - end} more characters: start={end}"] * (len(text) > end)
         notes += [f"The page has over {MAX_PAGE_BYTES >> 20} MB, the rest was not read."] * is_cut
-        heading = f"Title: {title}\n\n" if title and start <= 0 else ""
-        return "\n".join([from_web(url, heading + part), *notes])
+        heading = f"Title: {title}\n\n" if title and start == 0 else ""
+        return "\n".join([from_web(url, heading + text[start:end]), *notes])
 
     @tool(1)
     def web_search(self, query: str, cancel: Cancel | None = None) -> str:
@@ -3955,15 +3954,15 @@ class WebTools:
 
         query: a few words
         """
-        is_set = [n for n, (variable, *_) in SEARCH_SERVICES.items() if self._config.get(variable)]
-        name = self._config.get("SEARCH_PROVIDER").lower() or (is_set or ["web search"])[0]
-        if name not in is_set:
+        names = [n for n, (variable, *_) in SEARCH_SERVICES.items() if self._config.get(variable)]
+        name = self._config.get("SEARCH_PROVIDER").lower() or (names or ["web search"])[0]
+        if name not in names:
             raise ToolError(f"{name} is not set up: SEARXNG_URL, SERPAPI_KEY or GLM_API_KEY does"
                             " that, and SEARCH_PROVIDER=searxng, serpapi or zhipu chooses")
         _, place, *keys, advice = SEARCH_SERVICES[name]
         self._take_turn(cancel or Cancel())
         try:
-            answer = getattr(self, "_ask_" + name)(query, cancel)
+            answer = getattr(self, "_ask_" + name)(query, cancel)       # _ask_zhipu, for example
         except HttpError as e:
             raise ToolError(f"{name} did not search: {e}; {advice}") from None
         found = _get(answer, place, list)
@@ -5437,36 +5436,36 @@ class CodeTools:
 # Simplified: nothing is sent in batches, and of a message only what is needed is checked.
 # Tests: TestJsonRpc (exercise, 2 of 3 stars).
 
-MAX_RENEWALS = 10                        # a request that reports progress may take so many times
-#                                          as long as one that is silent
+MAX_RENEWALS = 10                        # with progress a request may take so many times timeout_s
 MAX_SERVED = 100                         # of the other side's requests at once; more are dropped
 
 
 def refuse_request(method: str, params: dict) -> dict:
-    """Answer a request that nobody serves."""
-    raise McpError(f"there is no method {method!r}", -32601)
+    """Raise the McpError that answers a request nobody serves."""
+    raise McpError(f"there is no method {method!r}", -32601)        # JSON-RPC: method not found
 
 
 class Peer:
     """One end of a JSON-RPC 2.0 connection: it asks, and it answers."""
 
     def __init__(self, transport):
-        self.on_request = refuse_request                  # (method, params) -> result
+        self.on_request = refuse_request        # (method, params) -> result; None: no answer at all
         self.on_notification = lambda method, params: None
         self.closed = ""                 # why it is closed; "" as long as it is not
         self._transport, self._ids = transport, itertools.count(1)
-        self._served = []                # what the other side waits for, maybe for a person
-        self._waiting = {}               # id of a request, as text -> the queue for its answer
+        self._served = []                # requests of the other side that are being worked on
+        self._waiting = {}               # request id, as text -> queue of its answer; None wakes it
         transport.start(self._receive, self._on_close)
 
     def request(self, method: str, params: dict | None = None, timeout_s: float | None = 60,
                 cancel: Cancel | None = None) -> dict:
         """Return the result.  Raises McpError, Cancelled, or what the transport fails with.
 
-        `timeout_s` bounds the silence.  Params with a _meta get the id as its progressToken.
+        `timeout_s` bounds the silence; giving up sends notifications/cancelled, but of initialize.
+        Params with a _meta get the id as its progressToken, and progress prolongs the request.
         """
-        id_, answers, flight = next(self._ids), queue.SimpleQueue(), Cancel()
-        cancel, params = cancel or Cancel(), dict(params or {})
+        id_, answers, params = next(self._ids), queue.SimpleQueue(), dict(params or {})
+        cancel, flight = cancel or Cancel(), Cancel()     # flight set: the transport lets go
         if "_meta" in params:
             params["_meta"] = {**params["_meta"], "progressToken": id_}
         self._waiting[str(id_)] = answers
@@ -5478,23 +5477,24 @@ class Peer:
                 self._transport.send(message, flight)
                 return _result(self._answer(answers, timeout_s, cancel))
         except (queue.Empty, Cancelled) as e:
-            flight.set()                 # before the server hears of it: it may take its time
+            flight.set()                 # first, as the server may take its time to hear of it
             if method != "initialize" and not self.closed:
                 self.notify("notifications/cancelled", {"requestId": id_, "reason": "not needed"})
             if isinstance(e, Cancelled):
                 raise
             raise McpError(f"no answer to {method} in {timeout_s:g} s", "silent") from None
         finally:
-            flight.set()                 # the transport lets go of it
+            flight.set()
             del self._waiting[str(id_)]
 
     def _answer(self, answers, timeout_s, cancel):
+        """-> the message that answers.  Raises queue.Empty after silence, Cancelled."""
         latest, message = time.monotonic() + MAX_RENEWALS * (timeout_s or 0), None
         while message is None:           # cancelled, or still worked on
             try:
                 message = answers.get(timeout=timeout_s)
             except queue.Empty:
-                if not self._served:
+                if not self._served:     # else the other side waits for us, maybe for a person
                     raise
             cancel.check()
             if message is None and timeout_s and time.monotonic() > latest:
@@ -5502,7 +5502,7 @@ class Peer:
         return message
 
     def notify(self, method: str, params: dict | None = None) -> None:
-        """Tell the other side something; nothing is raised if it can't be reached."""
+        """Tell the other side something, if it can be reached."""
         self._tell({"method": method, "params": params or {}})
 
     def _tell(self, message):
@@ -5520,7 +5520,7 @@ class Peer:
             answers.put({"error": McpError(why, "closed")})
 
     def _receive(self, message):
-        """Take a message, or a list of them as MCP had in 2025-03-26; noise passes by."""
+        """Take a message, or a list of them as MCP had in 2025-03-26; what is none is dropped."""
         for m in message if isinstance(message, list) else [message]:
             if not isinstance(m, dict) or "jsonrpc" not in m:
                 continue
@@ -5540,18 +5540,18 @@ class Peer:
     def _serve(self, message):
         params = _get(message, "params", dict) or {}
         job = Job("rpc-request", self.on_request, message["method"], params)
-        error = job.error()
+        error = job.error()              # a bug, too, which must not go without an answer
         self._served.remove(message)
         if error:
             code = getattr(error, "code", 0)
-            code = code if isinstance(code, int) and code else -32603
+            code = code if isinstance(code, int) and code else -32603       # internal error
             self._tell({"id": message["id"], "error": {"code": code, "message": str(error)}})
         else:
             self._tell({"id": message["id"], "result": job.wait()})
 
 
 def _result(answer):
-    """-> the result of an answer.  Its error may be an exception: the transport's own."""
+    """-> the result in an answer.  Raises the error in it, which may be a transport's exception."""
     error = answer.get("error")
     if isinstance(error, PaiError):
         raise error
@@ -5581,16 +5581,16 @@ def _result(answer):
 LOG_LINES = 200
 ANEW = "-- started anew"                 # in a log, between two processes of one server
 MAX_MESSAGE_BYTES = 64 << 20
-MAX_DEPTH = 200                          # of a JSON value; Python's parser fails at some thousand
+MAX_DEPTH = 200                          # what stays of JSON that is too deep for Python's parser
 CLOSE_WAIT_S = 1.0                       # for a server to end once its stdin is closed
 SESSION_OVER = "session over"            # the code of an error: initialize anew
 NOTICE_WAIT_S = 2                        # for a server to take what needs no answer
-LISTEN_PAUSE_S = 5                       # before a stream of notices that has ended is opened anew
+LISTEN_PAUSE_S = 5                       # before listen() opens a stream again that has ended
 META = "io.modelcontextprotocol/"        # what the keys of a modern request's _meta begin with
 
 
 def parse_message(text: str):
-    """Return the JSON value of a text, None for noise; what is nested over MAX_DEPTH is null."""
+    """Return the JSON value of a text, None for noise; what is too deep is null from MAX_DEPTH."""
     try:
         return json.loads(text, strict=False)
     except ValueError:
@@ -5600,7 +5600,7 @@ def parse_message(text: str):
 
 
 def _without_depth(text):
-    """-> JSON text with null for what is nested over MAX_DEPTH, in linear time."""
+    """-> JSON text with null for what is nested MAX_DEPTH deep, in linear time."""
     kept, depth, start, in_string = [], 0, 0, False
     for token in re.finditer(r'(?s)\\.|["[\]{}]', text):
         if token[0] == '"':
@@ -5618,7 +5618,7 @@ def _without_depth(text):
 def batch_line(argv: list[str]) -> str:
     """Return the command line that runs a batch file of Windows with exactly these arguments.
 
-    In quotes & and | are only characters; for % there is but a trick: a variable cut to nothing.
+    In quotes & and | are only characters; a % is, if %cd:~,% follows, a variable cut to nothing.
     """
     def quote(argument):
         doubled = re.sub(r'(\\*)("|\Z)', lambda m: 2 * m[1] + 2 * m[2], argument)
@@ -5635,7 +5635,7 @@ class StdioTransport:
         self.popen = None
 
     def start(self, on_message: Callable, on_close: Callable[[str], None]) -> None:
-        """Start the process, anew if there was one.  Raises McpError if it can't be."""
+        """Start a process; a thread calls on_message(value) and on_close(why).  Raises McpError."""
         argv, group = self.argv, {"start_new_session": True}
         if WINDOWS:                      # npx is npx.cmd there
             import shutil                                 # slow to import, so only where needed
@@ -5646,7 +5646,7 @@ class StdioTransport:
                 argv, env=self.env, cwd=self.cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE, **group)
         except (OSError, ValueError) as e:
-            raise McpError(f"{argv[0]} could not be started: {e}", "closed") from None
+            raise McpError(f"{self.argv[0]} could not be started: {e}", "closed") from None
         self.log.extend([ANEW] if self.log else [])
         self._outbox = queue.SimpleQueue()
         Job("mcp-stdin", self._write, self.popen.stdin, self._outbox)
@@ -5669,6 +5669,7 @@ class StdioTransport:
                 self.log.append(line.decode("utf-8", "replace").rstrip())
 
     def _read(self, popen, logger, on_message, on_close):
+        """Hand on what is JSON, log the rest; at the end say how, with the log's last lines."""
         with popen.stdout as pipe:
             for line in iter(lambda: pipe.readline(MAX_MESSAGE_BYTES), b""):
                 if len(line) == MAX_MESSAGE_BYTES:
@@ -5684,8 +5685,8 @@ class StdioTransport:
         with contextlib.suppress(TimeoutError):
             logger.wait(timeout_s=0.2)
         code = popen.poll()
-        how = "closed its output" if code is None else \
-            f"exited (signal {-code})" if code < 0 else f"exited (code {code})"
+        how = ("closed its output" if code is None else
+               f"exited (signal {-code})" if code < 0 else f"exited (code {code})")
         if has_group(popen):             # before somebody hears of it and starts another
             kill_tree(popen)
         said = "\n".join(self.log).rpartition(ANEW)[2].strip().split("\n")[-4:]
@@ -5709,18 +5710,18 @@ class HttpTransport:
         self.http, self.url, self.headers = http, url, headers or {}
         self.auth = auth                 # section 20: header(url), on_refusal(url, error, cancel)
         self.log = collections.deque(maxlen=LOG_LINES)
-        self.param_paths = {}            # tool -> {header: where in its arguments the value is}
-        self.version = self._session = ""                 # as initialize agreed on, if it was sent
+        self.param_paths = {}            # tool -> header_params() of its schema
+        self.version = self._session = ""                 # what initialize gave; "": modern
         self._closing = Cancel()
 
     def start(self, on_message: Callable, on_close: Callable[[str], None]) -> None:
-        """Begin a connection, though nothing is sent yet."""
+        """Begin a connection, though nothing is sent yet; on_close is never called."""
         self._closing.set("begun anew")
         self._on_message, self._closing = on_message, Cancel()
         self.version = self._session = ""
 
     def send(self, message: dict, cancel: Cancel) -> None:
-        """Send a message; a request's answer comes by on_message.  Raises HttpError, Cancelled."""
+        """Send it; on_message gets its answer, or {"error": exception}.  Raises HttpError."""
         if "id" in message and "method" in message:
             Job("mcp-http", self._exchange, message, cancel)
         elif self.version or message.get("method") != "notifications/cancelled":
@@ -5753,7 +5754,7 @@ class HttpTransport:
         self._on_message({"jsonrpc": "2.0", **answer, "id": message["id"]})
 
     def _refusal(self, error):
-        """-> the answer that an error is; what its body says is more than its status."""
+        """-> the answer that an error is: what its body says, if that is JSON-RPC, else itself."""
         status, text = getattr(error, "status", 0), getattr(error, "body", "")
         is_lost = status == 404 or status == 400 and "session" in text.lower()
         if is_lost and self._session and self.version:
@@ -5764,16 +5765,15 @@ class HttpTransport:
 
     def _receive(self, method, message, marks, cancel, timeout_s=READ_TIMEOUT_S):
         """-> the answer to a message, or None if the reply ends without one."""
-        body, headers = None, self._headers(message, marks.get("id"))
-        if method == "POST":
-            body = json_bytes(message)
+        body = json_bytes(message) if method == "POST" else None
+        headers = self._headers(message, marks.get("id"))
         try:
             with self.http.open(method, self.url, body, headers, cancel, timeout_s) as reply:
                 return self._read(message, marks, reply)
         except HttpError as e:
             if e.status or "id" not in marks:
                 raise
-            return None                  # it broke off, as streams may
+            return None                  # it broke off, but can be gone on with
 
     def _read(self, message, marks, reply):
         if message.get("method") == "initialize":
@@ -5784,10 +5784,10 @@ class HttpTransport:
             return found if isinstance(found, dict) else None
         if kind != "text/event-stream":
             raise McpError(f"it answers with {kind}, not as an MCP server: is the URL right?")
+        id_ = str(message.get("id", ""))
         for _, data in reply.events(marks):
             found = parse_message(data)
-            if isinstance(found, dict) and "method" not in found and str(
-                    found.get("id")) == str(message.get("id", "")):
+            if isinstance(found, dict) and "method" not in found and str(found.get("id")) == id_:
                 return found             # Http reads on, to keep the connection
             self._on_message(found)
         return None
@@ -5796,7 +5796,7 @@ class HttpTransport:
         """Hear what an older server says of itself, until close(); many don't offer that."""
         with contextlib.suppress(PaiError):
             while True:
-                self._receive("GET", {}, {}, self._closing, 3600)
+                self._receive("GET", {}, {}, self._closing, 3600)      # an hour's silence is fine
                 self._closing.sleep(LISTEN_PAUSE_S)
 
     def _headers(self, message, last_event=None):
@@ -5811,8 +5811,10 @@ class HttpTransport:
             headers.update({"MCP-Protocol-Version": version, "Mcp-Method": message["method"]})
             headers["Mcp-Name"] = header_value(name)
             for header, path in self.param_paths.get(name, {}).items():
-                headers["Mcp-Param-" + header] = header_value(functools.reduce(
-                    lambda value, key: _get(value, key, object), path, params.get("arguments")))
+                value = params.get("arguments")
+                for key in path:
+                    value = _get(value, key, object)
+                headers["Mcp-Param-" + header] = header_value(value)
         elif self.version:
             headers.update({"MCP-Protocol-Version": self.version,
                             "Mcp-Session-Id": self._session or None})
@@ -5857,7 +5859,7 @@ def header_params(schema) -> dict[str, tuple]:
             found[name.lower()] = path
         fields = _get(inner, "properties", dict) or {}
         left += [((*path, name), f) for name, f in fields.items() if isinstance(f, dict)]
-    if len(found) != json.dumps(schema).count('"x-mcp-header":'):
+    if len(found) != json.dumps(schema).count('"x-mcp-header":'):       # all, wherever they stand
         raise ValueError("an x-mcp-header stands where none can be, or two are the same")
     return found
 
@@ -5869,6 +5871,7 @@ def header_params(schema) -> dict[str, tuple]:
 #
 #     401 --> its resource metadata --> its issuer's metadata --> a client id --> browser --> token
 #
+# The resource is the MCP server; its issuer gives out tokens; the client is we, known by an id.
 # In: the URL and WWW-Authenticate of what was refused.  Out: a better header, if there is one.
 # Trap: strangers wrote all of it.  The resource must be the server itself; the issuer must be the
 # one that was named, also when it answers; what one issuer gave is never shown to another.
@@ -5876,8 +5879,7 @@ def header_params(schema) -> dict[str, tuple]:
 # Simplified: one browser at a time; tokens are renewed when refused, not before; never revoked.
 # Tests: TestOauth (exercise, 3 of 3 stars).  Source: modelcontextprotocol.io, Authorization.
 
-LOGIN_TIMEOUT_S = 300                    # a person looks for a password
-DOCUMENT_TIMEOUT_S = 10
+LOGIN_TIMEOUT_S, DOCUMENT_TIMEOUT_S = 300, 10             # 300: a person looks for a password
 CALLBACK_PORT = 47116                    # fixed, as some issuers compare it
 CLIENT_AUTH = ("client_secret_basic", "client_secret_post", "none")      # the first that is offered
 
@@ -5891,11 +5893,11 @@ def parse_challenge(www_authenticate: str | None) -> dict:
 
 
 def choose_scope(before: str, challenge: dict, resource: dict, issuer: dict) -> str:
-    """Return what was asked for before and what is missing, or else all the resource has."""
+    """Return "a b": scopes asked for, else the resource's; offline_access if the issuer has it."""
     asked = f"{before} {challenge.get('scope', '')}".split() or resource.get("scopes_supported", [])
     asked = [scope for scope in asked if scope != "offline_access"]
     if asked and "offline_access" in issuer.get("scopes_supported", []):
-        asked.append("offline_access")                    # it gives a refresh token
+        asked.append("offline_access")   # it gives a refresh token
     return " ".join(dict.fromkeys(asked))
 
 
@@ -5920,7 +5922,7 @@ class OAuth:
                  is_awaited: Callable[[Cancel], bool] = lambda cancel: True):
         self.settings = {}               # URL -> "oauth" of that server in mcp.json
         self.authorize = authorize       # (page, cancel) -> parameters of the URL it leads to
-        self._is_awaited = is_awaited    # is somebody there, who waits for what cancel would stop?
+        self._is_awaited = is_awaited    # (cancel) -> whether a person waits for what it would stop
         self._http, self._path = http, path
         self._renewing = collections.defaultdict(threading.Lock)         # URL -> its lock
         self._records = {}               # URL -> {issuer, client, resource, scope, token}
@@ -5928,12 +5930,12 @@ class OAuth:
         self._load()
 
     def header(self, url: str) -> str | None:
-        """Return the Authorization for requests to this server, None without a token."""
+        """Return "Bearer TOKEN" for requests to this server, None without a token."""
         token = _get(_get(self._records.get(url), "token", dict), "access_token", str)
         return token and "Bearer " + token
 
     def on_refusal(self, url: str, error: HttpError, cancel: Cancel) -> bool:
-        """Get a better token, True if the request may now pass.  Raises PaiError, Cancelled."""
+        """After a 401 or insufficient_scope get a better token; True if so.  Raises PaiError."""
         said = error.headers.get_all("WWW-Authenticate", ()) if error.headers else ()
         challenge, refused = parse_challenge(", ".join(said)), self.header(url)
         if error.status != 401 and challenge.get("error") != "insufficient_scope":
@@ -5981,22 +5983,27 @@ class OAuth:
             if not (fields or self._is_awaited(cancel)):
                 raise PaiError(f"it needs a login: /mcp login {settings.get('name', 'NAME')}")
             try:
-                if "client_id" not in client:
-                    client = {**client, **self._http.json(
-                        "POST", _endpoint(issuer, "registration_endpoint"), client, None, cancel)}
-                fields = fields or self._ask(issuer, client, asked, cancel)
-                token = self._token(issuer, client, {**asked, **fields}, cancel)
+                client, token = self._try_way(issuer, client, fields, asked, cancel)
             except PaiError as e:
-                if "_client" in str(e):                   # the issuer has forgotten ours
+                if "_client" in str(e):  # invalid_client: forgotten, so no later way tries it
                     record.pop("client", None)
                 elif not 400 <= getattr(e, "status", 0) < 500:
                     raise
                 why = e
             else:
-                token["refresh_token"] = token.get("refresh_token") or fields.get("refresh_token")
                 self._save(url, {**asked, "issuer": name, "client": client, "token": token})
                 return True
         raise PaiError(f"{name} takes no client of ours ({why}): set oauth.clientId in mcp.json")
+
+    def _try_way(self, issuer, client, fields, asked, cancel):
+        """-> (client with its id, token), by one of _ways().  Raises PaiError."""
+        if "client_id" not in client:
+            client = {**client, **self._http.json(
+                "POST", _endpoint(issuer, "registration_endpoint"), client, None, cancel)}
+        fields = fields or self._ask(issuer, client, asked, cancel)
+        token = self._token(issuer, client, {**asked, **fields}, cancel)
+        token["refresh_token"] = token.get("refresh_token") or fields.get("refresh_token")
+        return client, token
 
     def _discover(self, url, challenge, cancel):
         """-> (metadata of the resource, metadata of its issuer), both checked."""
@@ -6035,8 +6042,7 @@ class OAuth:
         client = {"client_name": "PaiCLI", "application_type": "native",
                   "redirect_uris": [f"http://127.0.0.1:{port}/callback"],
                   "grant_types": ["authorization_code", "refresh_token"],
-                  "token_endpoint_auth_method": auth,
-                  **({"scope": scope} if scope else {})}
+                  "token_endpoint_auth_method": auth, **({"scope": scope} if scope else {})}
         if "clientId" in settings:
             yield {**client, "client_id": settings["clientId"],
                    "client_secret": settings.get("clientSecret", "")}, fields
@@ -6054,6 +6060,7 @@ class OAuth:
         if "S256" not in issuer.get("code_challenge_methods_supported", []):
             raise PaiError(f"{issuer['issuer']} has no PKCE, so no login there is safe")
         state, verifier = os.urandom(16).hex(), os.urandom(32).hex()
+        # PKCE: the page gets a hash; who steals the code lacks the verifier that must go with it.
         digest = hashlib.sha256(verifier.encode()).digest()
         back = {"redirect_uri": client["redirect_uris"][0]}
         page = _endpoint(issuer, "authorization_endpoint")
@@ -6061,8 +6068,8 @@ class OAuth:
             **asked, **back, "response_type": "code", "client_id": client["client_id"],
             "state": state, "code_challenge_method": "S256",
             "code_challenge": base64.urlsafe_b64encode(digest).decode().rstrip("=")}), cancel)
-        is_signed = issuer.get("authorization_response_iss_parameter_supported")
-        if answer.get("iss", None if is_signed else issuer["issuer"]) != issuer["issuer"]:
+        must_sign = issuer.get("authorization_response_iss_parameter_supported")
+        if answer.get("iss", None if must_sign else issuer["issuer"]) != issuer["issuer"]:
             raise PaiError(f"{answer.get('iss', 'nobody')} answered for {issuer['issuer']}")
         if answer.get("state") != state or "code" not in answer:
             raise PaiError(f"{issuer['issuer']} gave no code: {answer.get('error', 'wrong state')}"
@@ -6083,12 +6090,12 @@ class OAuth:
         token = self._http.json("POST", _endpoint(issuer, "token_endpoint"),
                                 urllib.parse.urlencode(fields).encode(), headers, cancel)
         if not re.fullmatch("[!-~]+", token.get("access_token") or ""):
-            raise HttpError(400, str(token.get("error")), issuer["issuer"])      # GitHub's no
+            raise HttpError(400, str(token.get("error")), issuer["issuer"])      # GitHub: 200
         return token
 
 
 def login_in_browser(show: Callable[[str], None], page: str, cancel: Cancel) -> dict:
-    """Show the person a page; return the parameters of the URL on this machine it leads to."""
+    """Show a page; return the parameters its redirect_uri is visited with.  Raises PaiError."""
     place = ("127.0.0.1", int(re.search(r"redirect_uri=[^&]*%3A(\d+)", page)[1]))
     try:
         with socket.create_server(place) as callback, cancel.on_set(
@@ -6120,7 +6127,7 @@ def _visit(connection):
 # =============================================================================
 # Tools that live in other programs: the Model Context Protocol.
 #
-#     mcp.json --> McpServers --> McpClient --> Peer --> transport ~~> server
+#     mcp.json --> McpServers --> McpServer --> McpClient --> Peer --> transport ~~> server
 #     Toolbox  <-- Tool mcp__{server}__{tool} <-- tools/list
 #
 # In: what mcp.json says.  Out: Tools that neither the model nor the toolbox can tell from others.
@@ -6133,8 +6140,7 @@ def _visit(connection):
 MODERN = "2026-07-28"
 LEGACY = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")        # the last is asked for
 PROBE_TIMEOUT_S = 10                     # old servers may keep silent when asked for what is new
-MAX_PAGES = 100
-MAX_INPUT_ROUNDS = 10
+MAX_PAGES, MAX_INPUT_ROUNDS = 100, 10    # of one list; of questions for one result
 HEADER_MISMATCH = -32020                 # an error code of the modern protocol
 
 
@@ -6145,16 +6151,16 @@ class McpConnection:
 
     def __init__(self, transport, handlers: dict | None = None, timeout_s: float = 60,
                  start_timeout_s: float = 30):
-        # method -> (params) -> result: what a server may ask for
+        # method -> (params) -> result; a server may ask the person, the model, and for our folders
         self.handlers = {"ping": lambda params: {}, **(handlers or {})}
         self.on_notification = lambda method, params: None
         self.transport, self.is_http = transport, isinstance(transport, HttpTransport)
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.peer, self.version, self.capabilities = None, "", {}
         self.instructions = ""           # what the server says of its tools as a whole
-        kinds = {"elicitation/create": ("elicitation", {"form": {}, "url": {}}),
-                 "sampling/createMessage": ("sampling", {}), "roots/list": ("roots", {})}
-        self._abilities = dict(kinds[method] for method in handlers or ())
+        offers = {"elicitation/create": ("elicitation", {"form": {}, "url": {}}),
+                  "sampling/createMessage": ("sampling", {}), "roots/list": ("roots", {})}
+        self._offered = dict(offers[method] for method in handlers or ())    # our capabilities
         self._info = {"name": "paicli", "version": __version__}
         self._closing = Cancel()
 
@@ -6189,7 +6195,7 @@ class McpConnection:
                 timeout_s: float | None = 0) -> dict:
         """Return the complete result; what the server asks back for it is answered on the way.
 
-        `timeout_s` is this connection's if it is 0.  Raises McpError, HttpError, Cancelled.
+        `timeout_s`: 0 is this connection's, None no limit.  Raises McpError, HttpError, Cancelled.
         """
         answers = {}
         for _ in range(MAX_INPUT_ROUNDS):
@@ -6213,20 +6219,20 @@ class McpConnection:
             params = {**params, "_meta": {**params.get("_meta", {}),
                                           META + "protocolVersion": MODERN,
                                           META + "clientInfo": self._info,
-                                          META + "clientCapabilities": self._abilities}}
+                                          META + "clientCapabilities": self._offered}}
         timeout_s = self.timeout_s if timeout_s == 0 else timeout_s
-        is_anew = False
-        for n_left in (3, 2, 1, 0):
+        is_anew = False                  # a new session is begun once only
+        for attempt in range(4):
             try:
                 return self.peer.request(method, params, timeout_s, cancel)
             except HttpError as e:
-                auth = n_left and self.transport.auth
+                auth = attempt < 3 and self.transport.auth
                 if not (auth and auth.on_refusal(self.transport.url, e, cancel or Cancel())):
                     raise
             except McpError as e:
                 if e.code != SESSION_OVER or is_anew:
                     raise
-                self._initialize(cancel)                  # once, then it is given up
+                self._initialize(cancel)
                 is_anew = True
 
     def _open(self):
@@ -6234,28 +6240,28 @@ class McpConnection:
         self.peer.on_request, self.peer.on_notification = self._serve, self.on_notification
 
     def _discover(self, cancel):
-        """True if the server speaks the modern protocol."""
+        """Ask for the modern protocol; True if the server speaks it."""
         self.version, found = MODERN, {}
         try:
             found = self.request("server/discover", {}, cancel,
                                  min(PROBE_TIMEOUT_S, self.start_timeout_s))
             supported = _get(found, "supportedVersions", list) or ()         # some answer anything
         except (McpError, HttpError) as e:
-            if getattr(e, "status", 404) in (0, 401, 403):
+            if getattr(e, "status", None) in (0, 401, 403):
                 raise                    # it can't be reached, or not by us
-            supported = _get(getattr(e, "data", None), "supported", list) or ()  # but not this way
+            supported = _get(getattr(e, "data", None), "supported", list) or ()  # also in a no
         if MODERN not in supported:
             self.version = LEGACY[-1]
             return False
-        self.peer.on_request = None      # a response may not be sent
+        self.peer.on_request = None      # this protocol has no requests of a server
         self._note(found)
         return True
 
     def _initialize(self, cancel):
-        self.transport.version = ""      # nor is there a session now
+        self.transport.version = ""      # so that no header names an old session
         found = self.request("initialize", {
             "protocolVersion": self.version, "clientInfo": self._info,
-            "capabilities": self._abilities}, cancel, self.start_timeout_s)
+            "capabilities": self._offered}, cancel, self.start_timeout_s)
         if found.get("protocolVersion") not in LEGACY:
             raise McpError(f"the server speaks version {found.get('protocolVersion')!r}, which is "
                            "not known here")
@@ -6276,7 +6282,7 @@ class McpConnection:
 class McpClient(McpConnection):
     """What a server offers: tools, resources, prompts."""
 
-    stale_at = math.inf                  # when its tools should be listed anew; -1: now
+    stale_at = math.inf                  # monotonic time when its tools get listed anew; -1: now
 
     def _list(self, method, key, cancel=None):
         """-> all items of a list, whatever its pages; none of what the server does not have."""
@@ -6289,8 +6295,8 @@ class McpClient(McpConnection):
             ttl_ms = _get(page, "ttlMs", int) or 0
             if ttl_ms > 0:
                 self.stale_at = min(self.stale_at, time.monotonic() + ttl_ms / 1000)
-            cursor = _get(page, "nextCursor", str)        # "" is one, too
-            if cursor is None:
+            cursor = _get(page, "nextCursor", str)
+            if cursor is None:           # "" is one, too
                 return items
             if cursor == params.get("cursor"):
                 break
@@ -6316,14 +6322,14 @@ class McpClient(McpConnection):
         return list(tools.values())
 
     def call_tool(self, name: str, arguments: dict, cancel: Cancel | None = None) -> dict:
-        """Return what a tool gives: {"content": [...], "isError": ...}.  Raises McpError."""
+        """Return what a tool gives: {"content": [...], "isError": ...}.  Raises as request()."""
         params = {"name": name, "arguments": arguments, "_meta": {}}
         try:
             return self.request("tools/call", params, cancel)
         except McpError as e:
             if e.code != HEADER_MISMATCH:
                 raise
-            self.list_tools(cancel)      # other arguments are headers now
+            self.list_tools(cancel)      # to learn which arguments must be headers now
             self.stale_at = -1
             return self.request("tools/call", params, cancel)
 
@@ -6351,7 +6357,7 @@ class McpClient(McpConnection):
 # ---- tools and content for the model
 
 def tool_name(server: str, name: str) -> str:
-    """Return what the model calls a tool: mcp__{server}__{name}, of letters, digits, _ and -.
+    """Return what the model calls a tool: mcp__{server}__{name}, at most 64 of a-z A-Z 0-9 _ -.
 
     What had to be changed for that ends in a hash, so two tools never share a name.
     """
@@ -6364,14 +6370,12 @@ def tool_name(server: str, name: str) -> str:
 
 
 def clean_schema(schema) -> dict:
-    """Return a tool's inputSchema as models take it: an object, without what only tools need.
+    """Return a tool's inputSchema as models take it: an object, long or very deep parts cut.
 
     A choice (anyOf, oneOf) is put into words, unless it is only "or null"; $ref stays if local.
     """
-    cleaned = _cleaned(schema if isinstance(schema, dict) else {}, 0)
-    properties = cleaned.get("properties")
-    return {**cleaned, "type": "object",
-            "properties": properties if isinstance(properties, dict) else {}}
+    cleaned = _cleaned(schema, 0) if isinstance(schema, dict) else {}
+    return {**cleaned, "type": "object", "properties": _get(cleaned, "properties", dict) or {}}
 
 
 def _cleaned(schema, depth):
@@ -6402,9 +6406,9 @@ def _cleaned(schema, depth):
 
 
 def content_text(blocks: list, save: Callable[[bytes, str], str]) -> str:
-    """Return content blocks as text for the model; save(data, MIME type) -> path of what is none.
+    """Return content blocks as lines for the model; save(data, MIME type) gives a file's path.
 
-    [{"type": "text", "text": "hi"}, {"type": "image", ...}] -> "hi\\n[image/png, 9 KB: PATH]"
+    A text, an image, others -> "hi\\n[image/png, 9 KB: PATH]\\n[{"type": "resource_link", ...}]"
     """
     lines = []
     for block in blocks:
@@ -6419,9 +6423,8 @@ def content_text(blocks: list, save: Callable[[bytes, str], str]) -> str:
 
 
 def result_text(result: dict, save: Callable[[bytes, str], str]) -> str:
-    """Return a CallToolResult as text.  Raises ToolError with it if the tool says it failed."""
-    content = result.get("content")
-    text = content_text(content if isinstance(content, list) else [], save)
+    """Return a CallToolResult as text, a long one saved.  Raises ToolError(text) if isError."""
+    text = content_text(_get(result, "content", list) or [], save)
     if not text and "structuredContent" in result:
         text = json.dumps(result["structuredContent"], ensure_ascii=False)
     if len(text) > MAX_RESULT_CHARS:
@@ -6439,7 +6442,7 @@ def quotation(text: str) -> str:
 def elicit(ask: Callable[[str], str | None], params: dict) -> dict:
     """Ask the person what a server wants to know; return an ElicitResult.
 
-    Enter takes a field's default; nobody there, or no, declines.
+    First whether at all, then each field: Enter takes its default.  No, or nobody, declines.
     """
     said, schema = str(params.get("message") or ""), _get(params, "requestedSchema", dict)
     if params.get("mode") == "url":
@@ -6516,15 +6519,14 @@ _SERVER = {**_OBJECT, "properties": {
 def read_servers(source: bytes, variables: dict, is_own: bool) -> dict[str, dict]:
     """Return the entries of an mcp.json by name; one that makes no sense is {"error": why}.
 
-    `variables` are what ${...} may name; only the person's own file may approve tools.
-    Raises ConfigError if the file makes no sense at all.
+    `variables` are what ${...} may name; only the person's own file may approve tools; timeouts
+    are in s, from 1000 on in ms.  Raises ConfigError if the file makes no sense at all.
     """
     servers = {}
     try:
         entries = json.loads(source)["mcpServers"].items()
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-        said = one_line(str(e))
-        raise ConfigError(f'it should be {{"mcpServers": {{NAME: {{...}}}}}}: {said}') from None
+        raise ConfigError('it should be {"mcpServers": {NAME: {...}}}: ' + one_line(str(e))) from e
     for name, entry in entries:
         try:
             servers[name] = _checked_server(name, entry, variables)
@@ -6536,15 +6538,16 @@ def read_servers(source: bytes, variables: dict, is_own: bool) -> dict[str, dict
 
 
 def _checked_server(name, entry, variables):
-    def fill(match):
-        variable, has_default, default = match.groups()
-        if variable not in variables and not has_default:
+    """-> the entry with its variables filled in, and of the right form.  Raises ToolError."""
+    def value_of(match):
+        variable, default = match.groups()
+        if variable not in variables and default is None:
             raise ToolError(f"{name}.{key}: the variable {variable} is not set")
         return variables.get(variable) or default or ""
     entry = check_value(_OBJECT, entry, name)
     for key, value in entry.items():
-        entry[key] = map_strings(value, functools.partial(
-            re.sub, r"\$\{(\w+)(?:(:-)([^}]*))?\}", fill))
+        entry[key] = map_strings(value, lambda text: re.sub(
+            r"\$\{(\w+)(?::-([^}]*))?\}", value_of, text))
     entry = check_value(_SERVER, entry, name)
     if bool(entry.get("command")) == bool(entry.get("url")):
         raise ToolError(f"{name} needs either a command or a url")
@@ -6564,23 +6567,23 @@ def _checked_server(name, entry, variables):
 # ---- the server manager
 
 class McpServer:
-    """One configured server: its client, its tools, and how it is."""
+    """A server and its state: disabled, waiting, starting, ready, error, or closed for good."""
 
     def __init__(self, name: str, entry: dict, client: McpClient | None,
                  save: Callable[[bytes, str], str], on_event: Callable[[dict], None]):
         self.name, self.entry, self.client, self._on_event = name, entry, client, on_event
         self.save = save                 # (data, MIME type) -> where it was saved
-        self.state = "disabled" if entry.get("disabled") else "waiting"     # starting ready error
+        self.state = "disabled" if entry.get("disabled") else "waiting"
         self.error, self.tools, self.since = entry.get("error", ""), [], 0.0
         self.log = client.transport.log if client else ()
-        self._n_deaths = 0
+        self._n_deaths = 0               # each makes the time to the next start longer
         self._starting = Cancel()        # of a start in the background
         self._lock = threading.RLock()   # one starts or stops it at a time
         if client:
             client.on_notification = self._on_notification
 
     def start(self, cancel: Cancel | None = None) -> None:
-        """Start it and learn its tools; `state` is ready then, or error.  Raises Cancelled."""
+        """Start it, without `cancel` in the background: ready, or error.  Raises Cancelled."""
         with self._lock:
             if self.state == "closed":
                 return
@@ -6613,13 +6616,10 @@ class McpServer:
             self.state, self.error, self.tools = state, error, []
 
     def ready(self, cancel: Cancel | None = None) -> McpClient:
-        """Return the client, connected; if the server has died it is started again.
-
-        Raises McpError.  From one death to the next the pause gets longer.
-        """
+        """Return the client, its server started again if it died.  Raises McpError if too soon."""
         with self._lock:
             if self.state == "ready" and self.client.peer.closed:
-                if time.monotonic() < self.since + 2 ** self._n_deaths - 1:
+                if time.monotonic() < self.since + 2 ** self._n_deaths - 1:     # 0, 1, 3, ... 63 s
                     raise McpError(f"{self.client.peer.closed}; it will be started again soon")
                 self._n_deaths = min(self._n_deaths + 1, 6)
                 self.start(cancel)
@@ -6651,7 +6651,7 @@ class McpServer:
             tools[t["name"]] = Tool("", clip(str(text), 4000), clean_schema(
                 t.get("inputSchema")), functools.partial(self._call, t["name"]))
         if "resources" in self.client.capabilities:
-            tools = {**{t.name: t for t in tools_in(self)}, **tools}
+            tools = {**{t.name: t for t in tools_in(self)}, **tools}        # its own tools win
         approved = self.entry.get("autoApprove", ())
         return [t._replace(name=tool_name(self.name, name), level=1 if name in approved else 3)
                 for name, t in tools.items()]
@@ -6672,8 +6672,8 @@ class McpServer:
 
     def status(self) -> str:
         """Return a line: ● git  ready | stdio | 12 tools | 3 min | PID 12345 | 2026-07-28."""
-        state, parts = self.state, [] if "error" in self.entry else [
-            "http" if "url" in self.entry else "stdio"]
+        state, kind = self.state, "http" if "url" in self.entry else "stdio"
+        parts = [] if "error" in self.entry else [kind]
         if state == "ready" and self.client.peer.closed:
             state, parts = "died", [*parts, "the next call starts it", self.client.peer.closed]
         elif state == "ready":
@@ -6706,7 +6706,7 @@ class McpServers:
                 self._jobs.append(Job("mcp-start", start, server))
 
     def tools(self, timeout_s: float, cancel: Cancel) -> list[Tool]:
-        """Return all tools there are; those that start now are waited for once, and so long."""
+        """Return all tools; servers that start now are waited for once, `timeout_s` in all."""
         self.start_all()
         latest, jobs, self._jobs = time.monotonic() + timeout_s, self._jobs, []
         for job in jobs:
@@ -6717,7 +6717,7 @@ class McpServers:
         return [t for server in self.servers.values() for t in server.tools]
 
     def instructions(self) -> str:
-        """Return what the servers that are ready say of their tools, for the system message."""
+        """Return "\\n\\nThe MCP server NAME says of its tools:\\nTEXT" of all that are ready."""
         said = ((s.name, s.client.instructions) for s in self.servers.values() if s.tools)
         return "".join(f"\n\nThe MCP server {name} says of its tools:\n{clip(text, 2000)}"
                        for name, text in said if text)
@@ -6746,7 +6746,7 @@ class McpServers:
         return self.find(name).status()
 
     def logs(self, name: str) -> str:
-        """Return the last lines a server wrote to its stderr."""
+        """Return what a server wrote last to its stderr, and what else was noted of it."""
         return "\n".join(self.find(name).log)
 
     def close(self) -> None:

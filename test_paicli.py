@@ -2633,7 +2633,7 @@ class TestPlan(Case):
         box = paicli.Toolbox(lambda tool, arguments, reason, cancel: seen.append(reason) or allow(tool, arguments, reason, cancel))
         box.add(self.agent.toolbox.tools.values())
         self.agent.toolbox = box
-        other = paicli.helper(self.agent, "worker", "Work.", 2, "s7")
+        other = paicli.make_helper(self.agent, "worker", "Work.", 2, "s7")
         other.model = ScriptedModel(reply_of(call("change")), paicli.Reply("ok"))
         self.assertEqual(("ok", ["(worker, step s7)"], ["look", "change"]), (other.run("go"), seen, list(other.toolbox.tools)))
         self.assertEqual({"s7"}, {e["step"] for e in self.events[-3:]})
@@ -2837,7 +2837,7 @@ class TestTeam(Case):
         self.assertEqual((3, 3), (len(self.cast.texts("a")), len(self.cast.texts("review a"))))
         self.assertRegex(self.cast.texts("b")[0], "(?s)NOT APPROVED by the reviewer: wrong colour\n\na is done.")
         self.assertIn("NOT APPROVED", [m["content"] for m in self.memory.messages() if m["role"] == "tool"][0])
-        worker = paicli.helper(self.agent, "worker", paicli.STEP_PROMPT, 1, "a")
+        worker = paicli.make_helper(self.agent, "worker", paicli.STEP_PROMPT, 1, "a")
         self.assertEqual("rejected", self.team.judge(worker, paicli.Step("a", "do a", "read"), "x", paicli.Cancel())[0])
 
     def test_the_reviewer_looks_but_changes_nothing(self):
