@@ -6496,9 +6496,12 @@ def _typed(field, text):
     if field.get("type") == "array":
         return [_typed(field.get("items") or {}, part.strip()) for part in text.split(",")]
     choices = {title.lower(): value for title, value in _choices(field).items()}
-    if choices and text.lower() not in choices:
+    if not choices or text.lower() in choices:
+        return choices.get(text.lower(), text)
+    fits = [value for title, value in choices.items() if title.startswith(text.lower())]
+    if len(fits) != 1:                   # "y" is enough for yes
         raise ToolError(f"{text!r} is none of {', '.join(choices)}")
-    return choices.get(text.lower(), text)
+    return fits[0]
 
 
 # ---- configuration
@@ -7617,6 +7620,15 @@ class App:
             part.close()
 
 
+def add_servers(app: App) -> None:
+    """Give the app its MCP servers, none of them started yet, and what logs in to them."""
+    app.oauth = OAuth(app.http, os.path.join(app.config.home, "mcp-auth.json"),
+                      lambda page, cancel: log_in(app, page, cancel),
+                      lambda cancel: cancel is app.cancel)
+    app.mcp = McpServers(make_server(app, dict(os.environ), name, entry)
+                         for name, entry in load_servers(app).items())
+
+
 def build(config: Config) -> App:
     """Wire everything once.  Raises ConfigError."""
     app = App(config)
@@ -7653,11 +7665,7 @@ def build(config: Config) -> App:
     toolbox.add(t._replace(has_reason=t.level > 1) for t in tools_in(app.web))
     app.notices += [app.use_model(), *load_plugins(app)]
     workspace.folders.append(os.path.join(os.path.realpath(config.home), "mcp-files"))
-    app.oauth = OAuth(app.http, os.path.join(config.home, "mcp-auth.json"),
-                      lambda page, cancel: log_in(app, page, cancel),
-                      lambda cancel: cancel is app.cancel)
-    app.mcp = McpServers(make_server(app, dict(os.environ), name, entry)
-                         for name, entry in load_servers(app).items())
+    add_servers(app)
     if config.resume:
         app.notices.append(resume_session(app, config.resume))
     return app
