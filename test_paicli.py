@@ -6126,7 +6126,8 @@ class TestTerminal(Case):
         for entry in (streams_then_waits(chunk("Hel")), calls(("execute_command", {"command": f"sleep {mark}"}))):
             server = self.server(entry)
             running = subprocess.Popen(program("--yes", "--json", "go"), env=environment(PAICLI_HOME=self.home, PAICLI_MODEL=server.url + "#m"),
-                                       cwd=self.path("work"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                                       cwd=self.path("work"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                       bufsize=0)         # communicate() knows nothing of what a buffer has read ahead
             for line in running.stdout:
                 if json.loads(line)["type"] in ("delta", "call"):
                     break
